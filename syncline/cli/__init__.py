@@ -1,0 +1,1 @@
+"""Composition root: the command line, one verb per question."""

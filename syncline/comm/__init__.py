@@ -1,0 +1,1 @@
+"""Stage 2: one seam, Communicator, between ranks."""

@@ -1,0 +1,1 @@
+"""Stage 7: what happened: comparison, certificates, statistics."""

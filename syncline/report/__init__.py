@@ -1,0 +1,1 @@
+"""Stage 10: tables: draws what earlier stages return, computes nothing."""

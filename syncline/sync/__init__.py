@@ -1,0 +1,1 @@
+"""Stage 4b: when gradients are averaged: one file per method."""

@@ -1,0 +1,1 @@
+"""Stage 5: one step, the loop around it, checkpoints, evaluation."""

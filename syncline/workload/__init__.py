@@ -1,0 +1,1 @@
+"""Stage 3: models, data and recipes: what is trained."""
