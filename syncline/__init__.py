@@ -9,7 +9,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_HOME = {"launch": "syncline.launch.local"}
+_HOME = {"launch": "syncline.launcher.local"}
 
 __all__ = ["__version__", *_HOME]
 
