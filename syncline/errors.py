@@ -1,16 +1,16 @@
 """Every error that Syncline raises on purpose.
 
-    SynclineError                what was wrong, where (rank, step) and what to do next
-    ├── UsageError               the user's input; exit code 2, nothing was written
-    │   ├── PlanError            a key or value of the plan
-    │   ├── DataError            a data set that is missing, damaged or of the wrong kind
-    │   └── RunFolderError       a run folder that cannot be written, read or resumed
-    ├── RankFailed               a rank ended badly; carries that rank's own traceback
-    ├── Interrupted              the user asked to stop; exit code 130
-    └── CommunicationError       talking to other ranks failed
-        ├── ContractError        ranks called different operations, shapes or dtypes
-        ├── DeadlineError        a wait lasted longer than the deadline; names the missing ranks
-        └── PeerLostError        a connection to another rank broke
+SynclineError                what was wrong, where (rank, step) and what to do next
+├── UsageError               the user's input; exit code 2, nothing was written
+│   ├── PlanError            a key or value of the plan
+│   ├── DataError            a data set that is missing, damaged or of the wrong kind
+│   └── RunFolderError       a run folder that cannot be written, read or resumed
+├── RankFailed               a rank ended badly; carries that rank's own traceback
+├── Interrupted              the user asked to stop; exit code 130
+└── CommunicationError       talking to other ranks failed
+    ├── ContractError        ranks called different operations, shapes or dtypes
+    ├── DeadlineError        a wait lasted longer than the deadline; names the missing ranks
+    └── PeerLostError        a connection to another rank broke
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ class SynclineError(Exception):
 
     exit_code = 1
 
-    def __init__(
-        self, message: str, *, action: str = "", rank: int | None = None, step: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, action: str = "", rank: int | None = None, step: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.action = action
@@ -69,9 +67,7 @@ class RunFolderError(UsageError):
 class RankFailed(SynclineError):
     """The rank that broke the run. `traceback_text` is that rank's own traceback, or empty if it was killed."""
 
-    def __init__(
-        self, message: str, *, action: str = "", rank: int | None = None, traceback_text: str = ""
-    ) -> None:
+    def __init__(self, message: str, *, action: str = "", rank: int | None = None, traceback_text: str = "") -> None:
         super().__init__(message, action=action, rank=rank)
         self.traceback_text = traceback_text
 

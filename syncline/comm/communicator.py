@@ -1,0 +1,108 @@
+"""Communicator: the one seam between ranks.
+
+Every message that Syncline sends is an Operation given to `start`. The verbs below are built on it, so a backend
+implements one method, and a wrapper (Checked, Traced, Failing) sees everything by overriding one method.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:  # torch.distributed exports it only where it was built in
+    from torch._C._distributed_c10d import Store
+
+OperationName = Literal["all_reduce", "all_gather", "broadcast", "gather", "scatter", "send", "receive"]
+PAIRWISE = ("send", "receive")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call: what is done to which tensor. `parts` has one tensor per rank, on the root of a gather or scatter."""
+
+    name: OperationName
+    tensor: Tensor
+    parts: list[Tensor] | None = None
+    peer: int | None = None
+    """Root of a broadcast, gather or scatter; the other end of a send or receive."""
+    label: str = ""
+    """What the tensor is, for people: usually a parameter's name."""
+    ready_ns: int | None = None
+    """When the tensor held its value, if the caller knows; else the moment of the call."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+class Work(Protocol):
+    """An operation under way. `wait` returns when it is done, or raises a CommunicationError."""
+
+    def wait(self) -> None: ...
+
+
+class Communicator(ABC):
+    """A fixed set of ranks that can talk. All ranks must make the same calls in the same order."""
+
+    rank: int
+    world_size: int
+    device = torch.device("cpu")
+    """Where a tensor must be to be sent."""
+    store: Store
+    """A small key-value store that all ranks share; works also when an operation hangs."""
+
+    @abstractmethod
+    def start(self, operation: Operation) -> Work:
+        """Start the operation; the tensor must not be touched until the returned work was waited for."""
+
+    @property
+    def backend(self) -> Communicator:
+        """The communicator below all wrappers."""
+        return self
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group. Not collective: a rank may close while others still work."""
+
+    @contextmanager
+    def scope(self, name: str) -> Iterator[None]:
+        """Names a passage that recurs, such as 'gradients'. Positions are counted from its start (see Checked)."""
+        yield
+
+    def all_reduce(self, tensor: Tensor, *, label: str = "", ready_ns: int | None = None) -> None:
+        """Sum over all ranks, in place."""
+        self.start(Operation("all_reduce", tensor, label=label, ready_ns=ready_ns)).wait()
+
+    def all_gather(self, tensor: Tensor, *, label: str = "") -> list[Tensor]:
+        """Every rank's tensor, by rank."""
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self.start(Operation("all_gather", tensor, parts, label=label)).wait()
+        return parts
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0, label: str = "") -> None:
+        """The root's values on every rank, in place."""
+        self.start(Operation("broadcast", tensor, peer=root, label=label)).wait()
+
+    def gather(
+        self, tensor: Tensor, parts: list[Tensor] | None, *, root: int = 0, label: str = "",
+        ready_ns: int | None = None,
+    ) -> None:  # fmt: skip
+        """Every rank's tensor into the root's `parts`; other ranks give None."""
+        self.start(Operation("gather", tensor, parts, root, label, ready_ns)).wait()
+
+    def scatter(self, tensor: Tensor, parts: list[Tensor] | None, *, root: int = 0, label: str = "") -> None:
+        """The root's `parts[rank]` into each rank's tensor, in place; other ranks give None."""
+        self.start(Operation("scatter", tensor, parts, root, label)).wait()
+
+    def send(self, tensor: Tensor, target: int, *, label: str = "", ready_ns: int | None = None) -> Work:
+        return self.start(Operation("send", tensor, peer=target, label=label, ready_ns=ready_ns))
+
+    def receive(self, tensor: Tensor, source: int, *, label: str = "") -> Work:
+        """Into `tensor`, in place, once the returned work was waited for."""
+        return self.start(Operation("receive", tensor, peer=source, label=label))

@@ -1,0 +1,171 @@
+"""Ranks as threads in one process: the same Communicator without processes, sockets or ports.
+
+For tests and for looking closely. Sums are taken in rank order. Torch's random generator is shared by all threads,
+so models with dropout do not belong here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline.comm.communicator import PAIRWISE, Communicator, Operation, Work
+from syncline.errors import CommunicationError, DeadlineError, PeerLostError
+
+Result = TypeVar("Result")
+
+
+class ThreadWorld:
+    """What the ranks of one process share. Collectives meet on a board; the last to arrive does the work."""
+
+    def __init__(self, world_size: int, *, deadline_s: float = 30.0) -> None:
+        self.world_size = world_size
+        self.deadline_s = deadline_s
+        self.store = dist.HashStore()
+        self.changed = threading.Condition()
+        self.board: dict[int, dict[int, Operation]] = defaultdict(dict)
+        self.mailboxes: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.done: set[int] = set()
+        self.lost: set[int] = set()
+
+    def meet(self, position: int, rank: int, operation: Operation) -> None:
+        """Called by every rank with its operation at a position; the last to arrive carries it out for all."""
+        with self.changed:
+            self.board[position][rank] = operation
+            if len(self.board[position]) == self.world_size:
+                operations = self.board.pop(position)
+                _carry_out([operations[rank] for rank in range(self.world_size)])
+                self.done.add(position)
+                self.changed.notify_all()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait with `changed` held, until the condition, a lost rank, or the deadline."""
+        end = time.monotonic() + self.deadline_s
+        while not condition():
+            if self.lost:
+                raise PeerLostError(f"rank {min(self.lost)} has left.")
+            if not self.changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
+                raise DeadlineError("the deadline passed.")
+
+    def leave(self, rank: int) -> None:
+        """A rank that failed says so, and the others stop waiting for it."""
+        with self.changed:
+            self.lost.add(rank)
+            self.changed.notify_all()
+
+
+class ThreadCommunicator(Communicator):
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self.world = world
+        self.rank = rank
+        self.world_size = world.world_size
+        self.store = world.store
+        self._position = 0
+
+    def start(self, operation: Operation) -> Work:
+        if operation.name in PAIRWISE:
+            return self._start_pairwise(operation)
+        position = self._position
+        self._position += 1
+        self.world.meet(position, self.rank, operation)
+        return _Waiting(self.world, lambda: position in self.world.done)
+
+    def _start_pairwise(self, operation: Operation) -> Work:
+        assert operation.peer is not None
+        if operation.name == "receive":
+            return _Receiving(self.world, self.world.mailboxes[operation.peer, self.rank], operation.tensor)
+        with self.world.changed:
+            self.world.mailboxes[self.rank, operation.peer].append(operation.tensor.detach().clone())
+            self.world.changed.notify_all()
+        return _Waiting(self.world, lambda: True)
+
+    def close(self) -> None:
+        pass
+
+
+class _Waiting:
+    def __init__(self, world: ThreadWorld, condition: Callable[[], bool]) -> None:
+        self.world = world
+        self.condition = condition
+
+    def wait(self) -> None:
+        with self.world.changed:
+            self.world.wait_until(self.condition)
+
+
+class _Receiving(_Waiting):
+    def __init__(self, world: ThreadWorld, mailbox: deque[Tensor], into: Tensor) -> None:
+        super().__init__(world, lambda: bool(mailbox))
+        self.mailbox = mailbox
+        self.into = into
+
+    def wait(self) -> None:
+        super().wait()
+        self.into.copy_(self.mailbox.popleft())
+
+
+def _carry_out(operations: list[Operation]) -> None:
+    first = operations[0]
+    tensors = [operation.tensor for operation in operations]
+    root = first.peer or 0
+    with torch.no_grad():
+        if first.name == "all_reduce":
+            _copy_all(tensors, [_sum(tensors)] * len(tensors))
+        elif first.name == "broadcast":
+            _copy_all(tensors, [tensors[root].clone()] * len(tensors))
+        elif first.name == "all_gather":
+            for operation in operations:
+                _copy_all(operation.parts or [], tensors)
+        elif first.name == "gather":
+            _copy_all(operations[root].parts or [], tensors)
+        elif first.name == "scatter":
+            _copy_all(tensors, operations[root].parts or [])
+        else:
+            raise CommunicationError(f"the threads backend does not know {first.name}.")
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def run_threads(
+    world_size: int, function: Callable[[Communicator], Result], *, deadline_s: float = 30.0
+) -> list[Result]:
+    """Run function(communicator) on every rank, each in its own thread; results by rank.
+
+    The first rank's own error is raised; errors that others got because of it are not.
+    """
+    world = ThreadWorld(world_size, deadline_s=deadline_s)
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def live(rank: int) -> None:
+        try:
+            results[rank] = function(ThreadCommunicator(world, rank))
+        except BaseException as error:
+            errors.append(error)
+            world.leave(rank)
+
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((error for error in errors if not isinstance(error, PeerLostError)), errors[0])
+    return [results[rank] for rank in range(world_size)]

@@ -1,0 +1,114 @@
+"""Communicator over torch.distributed: Gloo on CPU, NCCL on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline.comm.communicator import Communicator, Operation, Work
+from syncline.errors import CommunicationError, DeadlineError, PeerLostError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+Result = TypeVar("Result")
+
+
+class TorchCommunicator(Communicator):
+    """Over a process group that exists already. `close` destroys it only if `owned`."""
+
+    def __init__(self, group: dist.ProcessGroup, store: Store, *, owned: bool) -> None:
+        self.group = group
+        self.store = store
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self._owned = owned
+        if dist.get_backend(group) == "nccl":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def start(self, operation: Operation) -> Work:
+        return _TorchWork(lambda: _START[operation.name](operation, self.group))
+
+    def close(self) -> None:
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _TorchWork:
+    """Starts at once; translates torch's errors into ours, at start and at wait."""
+
+    def __init__(self, begin: Callable[[], dist.Work | None]) -> None:
+        self._work = _translated(begin)
+
+    def wait(self) -> None:
+        work = self._work
+        if work is not None:
+            _translated(work.wait)
+
+
+def connect(*, backend: str, rank: int, world_size: int, deadline: timedelta) -> TorchCommunicator:
+    """Join the world that the launcher's environment describes, or adopt the group that is there already."""
+    if dist.is_initialized():
+        return TorchCommunicator(_world_group(), dist.distributed_c10d._get_default_store(), owned=False)
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=deadline))
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=deadline
+    )
+    return TorchCommunicator(_world_group(), dist.PrefixStore("syncline", store), owned=True)
+
+
+def _world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A one-dimensional view of the tensor's memory, in memory order.
+
+    Gloo takes contiguous tensors only, but a channels-last gradient is just as dense. Ranks must agree on strides;
+    Checked sees to that.
+    """
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1)
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.detach().permute(0, 2, 3, 1).view(-1)
+    raise CommunicationError(
+        f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has gaps.",
+        action="Make it contiguous before sending it.",
+    )
+
+
+def _flat_parts(operation: Operation) -> list[Tensor] | None:
+    return None if operation.parts is None else [flat(part) for part in operation.parts]
+
+
+_START: dict[str, Callable[[Operation, dist.ProcessGroup], dist.Work | None]] = {
+    "all_reduce": lambda op, group: dist.all_reduce(flat(op.tensor), group=group, async_op=True),
+    "all_gather": lambda op, group: dist.all_gather(_flat_parts(op), flat(op.tensor), group, async_op=True),
+    "broadcast": lambda op, group: dist.broadcast(flat(op.tensor), op.peer, group, async_op=True),
+    "gather": lambda op, group: dist.gather(flat(op.tensor), _flat_parts(op), op.peer, group, async_op=True),
+    "scatter": lambda op, group: dist.scatter(flat(op.tensor), _flat_parts(op), op.peer, group, async_op=True),
+    "send": lambda op, group: dist.isend(flat(op.tensor), op.peer, group),
+    "receive": lambda op, group: dist.irecv(flat(op.tensor), op.peer, group),
+}
+
+
+def _translated(call: Callable[[], Result]) -> Result:
+    try:
+        return call()
+    except RuntimeError as error:
+        raise translate(error) from error
+
+
+def translate(error: RuntimeError) -> CommunicationError:
+    """Our error for torch's: a deadline, or a lost peer. Torch tells them apart by text alone."""
+    text = str(error)
+    if "imed out" in text or "imeout" in text:
+        return DeadlineError("the deadline passed.")
+    return PeerLostError(f"the connection to another rank broke: {text.strip().splitlines()[0]}")

@@ -1,0 +1,36 @@
+"""Traced: writes every operation into the event log, from ready to end."""
+
+from __future__ import annotations
+
+import time
+
+from syncline.comm.communicator import Communicator, Operation, Work
+from syncline.comm.wrapper import Wrapper
+from syncline.spans import EventLog
+
+
+class Traced(Wrapper):
+    def __init__(self, inner: Communicator, log: EventLog) -> None:
+        super().__init__(inner)
+        self.log = log
+
+    def start(self, operation: Operation) -> Work:
+        start_ns = time.monotonic_ns()
+        return _TracedWork(self.inner.start(operation), self.log, operation, start_ns)
+
+
+class _TracedWork:
+    def __init__(self, work: Work, log: EventLog, operation: Operation, start_ns: int) -> None:
+        self.work = work
+        self.log = log
+        self.operation = operation
+        self.start_ns = start_ns
+
+    def wait(self) -> None:
+        self.work.wait()
+        operation = self.operation
+        ready_ns = self.start_ns if operation.ready_ns is None else operation.ready_ns
+        self.log.add(
+            "collective", name=operation.name, label=operation.label, bytes=operation.num_bytes,
+            ready=ready_ns, start=self.start_ns, end=time.monotonic_ns(),
+        )  # fmt: skip

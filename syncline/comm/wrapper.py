@@ -1,0 +1,24 @@
+"""Wrapper: a Communicator around another one. Subclasses are named by what they add."""
+
+from __future__ import annotations
+
+from syncline.comm.communicator import Communicator, Operation, Work
+
+
+class Wrapper(Communicator):
+    def __init__(self, inner: Communicator) -> None:
+        self.inner = inner
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.device = inner.device
+        self.store = inner.store
+
+    @property
+    def backend(self) -> Communicator:
+        return self.inner.backend
+
+    def start(self, operation: Operation) -> Work:
+        return self.inner.start(operation)
+
+    def close(self) -> None:
+        self.inner.close()

@@ -1,0 +1,234 @@
+"""Ranks on this machine: `launch` for scripts and notebooks, `run_ranks` for the rest of the product.
+
+Torch is imported late and only inside functions: the fork server is started first, so that both import torch at
+the same time, and the ranks, forked from it, need not import it at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from syncline.errors import Interrupted, UsageError
+from syncline.launcher import watch
+from syncline.launcher.sending import pack, unpack
+
+if TYPE_CHECKING:
+    from syncline.launcher.rank import Task
+
+DEFAULT_PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "numpy",
+    "torch.distributed.elastic.multiprocessing.api",
+    "cloudpickle",
+    "syncline.launcher.rank",
+)
+_LAUNCHER_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+
+
+def launch(function: Callable[..., Any], *args: Any, workers: int, threads: int | None = None) -> list[Any]:
+    """Run `function(*args)` in `workers` new processes on this machine and return their results by rank.
+
+    Blocks until all have ended. Each sees the environment that torchrun would give it, so
+    `torch.distributed.init_process_group("gloo")` just works. Lambdas and functions of a notebook or an unguarded
+    script are fine. The first failure ends all ranks and raises RankFailed with the failing rank's own traceback.
+    """
+    if workers >= 1:
+        warning = oversubscription(workers, threads or default_threads(workers))
+        if warning:
+            print(warning, file=sys.stderr)
+    return run_ranks(function, args, workers=workers, log_dir=None, threads=threads)
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    workers: int,
+    log_dir: Path | None,
+    threads: int | None = None,
+    preload: Sequence[str] = (),
+    port: int = 0,
+) -> list[Any]:
+    """`function(*args)` in each rank; results by rank. Raises RankFailed, Interrupted, or a rank's UsageError.
+
+    `log_dir` receives outcomes and the output of ranks 1 and up; None means a folder that is removed afterwards.
+    `preload` names modules for the fork server, which only the first run of a process can choose. `port` is the
+    store's; 0 takes any free one.
+    """
+    _check(workers, threads)
+    with _signals_noted() as noted, _log_folder(log_dir) as folder, _listener(port) as listener:
+        start_fork_server(preload)
+        payload = _packed(function, tuple(args))
+        task = _task(payload, threads or default_threads(workers), folder, temporary=log_dir is None)
+        return _run(task, workers, listener, noted)
+
+
+def start_fork_server(preload: Sequence[str] = ()) -> None:
+    """Start the process that ranks are forked from, if it does not run yet; it ends with this process.
+
+    Worth calling early, before importing torch: it imports torch meanwhile. It is started with the stop signals
+    blocked, so that a Ctrl-C ends it and young ranks without a traceback.
+    """
+    multiprocessing.set_forkserver_preload([*DEFAULT_PRELOAD, *preload])
+    # The tracker unblocks signals when it starts, so it has to run before they are blocked.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, watch.STOP_SIGNALS)
+    safe_path = os.environ.get("PYTHONSAFEPATH")
+    # Without this the server would take modules from the current folder before the real ones.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.environ.pop("PYTHONSAFEPATH")
+        if safe_path is not None:
+            os.environ["PYTHONSAFEPATH"] = safe_path
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def default_threads(workers: int) -> int:
+    """Threads per worker that fill the cores without sharing any."""
+    return max(1, cores() // workers)
+
+
+def oversubscription(workers: int, threads: int) -> str | None:
+    """A sentence for the user if the workers' threads outnumber the cores, else None."""
+    if workers * threads <= cores():
+        return None
+    return (
+        f"Warning: {workers} worker{'s' if workers > 1 else ''} x {threads} thread{'s' if threads > 1 else ''} "
+        f"share {cores()} core{'s' if cores() > 1 else ''}: times will be longer than on a machine with enough."
+    )
+
+
+def _check(workers: int, threads: int | None) -> None:
+    if workers < 1:
+        raise UsageError(f"{workers} workers cannot run.", action="Ask for at least one worker.")
+    if threads is not None and threads < 1:
+        raise UsageError(f"{threads} threads per worker cannot run.", action="Ask for at least one thread.")
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        raise UsageError(
+            f"Workers cannot be started on {sys.platform}: it has no fork server.",
+            action="Use Linux or macOS; on Windows, the Windows Subsystem for Linux.",
+        )
+
+
+def _packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pack((function, args))
+    except Exception as error:
+        raise UsageError(
+            f"The function cannot be sent to other processes: {error}",
+            action="Create what cannot be pickled (locks, open files, sockets) inside the function.",
+        ) from error
+
+
+def _task(payload: bytes, threads: int, folder: Path, *, temporary: bool) -> Task:
+    from syncline.launcher.rank import Task, Terminal
+
+    environment = dict(os.environ)
+    # Gloo would otherwise bind to whatever address the hostname resolves to.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    return Task(
+        payload=payload,
+        environment=environment,
+        threads=threads,
+        log_dir=str(folder),
+        launcher=watch.identify(os.getpid()),
+        leftovers=(get_temp_dir(), str(folder)) if temporary else (get_temp_dir(),),
+        terminal=Terminal(),
+    )
+
+
+def _run(task: Task, workers: int, listener: socket.socket, noted: list[int]) -> list[Any]:
+    from syncline.launcher.agent import run_agent
+    from syncline.launcher.rank import result_path
+    from syncline.launcher.verdict import judge
+
+    folder = Path(task.log_dir)
+    # A thread of its own: the main thread then only notes signals, and none of them can interrupt the agent
+    # between starting a rank and remembering that it did.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="syncline-agent") as pool:
+        run_id = uuid.uuid4().hex[:12]
+        succeeded, endings = pool.submit(run_agent, task, workers, listener, run_id, lambda: bool(noted)).result()
+    if noted:
+        name = signal.Signals(noted[0]).name
+        asked = "Ctrl-C" if name == "SIGINT" else name
+        raise Interrupted(f"Stopped by {asked}; every rank has ended.")
+    results = [result_path(folder, rank) for rank in range(workers)]
+    if not succeeded or not all(path.is_file() for path in results):
+        raise judge(folder, endings, keeps_logs=str(folder) not in task.leftovers)
+    return [_taken(path) for path in results]
+
+
+def _taken(path: Path) -> Any:
+    result = unpack(path.read_bytes())
+    path.unlink()
+    return result
+
+
+@contextlib.contextmanager
+def _log_folder(log_dir: Path | None) -> Iterator[Path]:
+    from syncline.launcher.outcome import forget_outcomes
+
+    folder = Path(tempfile.mkdtemp(prefix="syncline-")) if log_dir is None else log_dir.resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        forget_outcomes(folder)
+        yield folder
+    finally:
+        if log_dir is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _listener(port: int) -> Iterator[socket.socket]:
+    try:
+        listener = socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        why = "is in use" if error.errno == errno.EADDRINUSE else "may not be opened by this user"
+        raise UsageError(f"Port {port} {why}.", action="Choose another one, or 0 for any free one.") from error
+    with listener:
+        yield listener
+
+
+@contextlib.contextmanager
+def _signals_noted() -> Iterator[list[int]]:
+    """Note stop signals instead of dying of them, and put the previous handlers back afterwards."""
+    noted: list[int] = []
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (getattr(signal, name) for name in _LAUNCHER_SIGNALS):
+            # A signal that was ignored (nohup) stays ignored; a handler set by C code cannot be put back.
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                previous[number] = signal.signal(number, lambda caught, _frame: noted.append(caught))
+    try:
+        yield noted
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,125 @@
+"""One rank's process: be watched, take over the launcher's surroundings, run the function, say how it went."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+from dataclasses import dataclass
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any, NoReturn
+
+from syncline.errors import UsageError
+from syncline.launcher import watch
+from syncline.launcher.environment import LAUNCHER_VARIABLE, is_rank_variable, placement_from_environment
+from syncline.launcher.outcome import OutcomeFile
+from syncline.launcher.sending import pack, unpack
+
+
+class Terminal:
+    """The launcher's stdout and stderr as they are now.
+
+    The fork server holds the ones from when it was started; a notebook or a test may have changed them since.
+    Descriptors travel with the pickle, so this can only be sent to a process that is being started.
+    """
+
+    def __init__(self, received: dict[int, int] | None = None) -> None:
+        self._received = received or {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_received, ({number: reduction.DupFd(number) for number in (1, 2) if _is_open(number)},))
+
+    def settle(self, *, adopt: bool) -> None:
+        """Put the received descriptors in place of this process's own, or drop them."""
+        for own, received in self._received.items():
+            if adopt:
+                os.dup2(received, own)
+            os.close(received)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the launcher sends to each rank."""
+
+    payload: bytes
+    environment: dict[str, str]
+    threads: int
+    log_dir: str
+    launcher: watch.Watched
+    leftovers: tuple[str, ...]
+    terminal: Terminal
+
+
+def live(task: Task) -> NoReturn:
+    """The rank's entry point: ends the process itself, so that nothing that lingers can keep it alive."""
+    watch.hold_signals()
+    _adopt_environment(task)
+    place = placement_from_environment()
+    if place is None:
+        raise UsageError("This process was not started as a rank.")
+    outcome = OutcomeFile(Path(task.log_dir), place.rank)
+    watch.start(task.launcher, outcome, task.leftovers)
+    task.terminal.settle(adopt=place.local_rank == 0)
+    try:
+        _run(task, place.rank)
+        outcome.finished()
+        _wind_down()
+    except BaseException as error:
+        outcome.raised(error)
+        watch.leave(1)
+    watch.leave(0)
+
+
+def result_path(log_dir: Path, rank: int) -> Path:
+    return log_dir / "outcomes" / f"rank-{rank}.result"
+
+
+def _run(task: Task, rank: int) -> None:
+    import torch
+
+    torch.set_num_threads(task.threads)
+    result = None
+    try:
+        function, args = unpack(task.payload)
+        result = function(*args)
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise
+    # A file, and not a pipe: a rank that is killed halfway must not leave the launcher waiting for the rest.
+    path = result_path(Path(task.log_dir), rank)
+    part = path.with_suffix(".part")
+    part.write_bytes(pack(result))
+    part.replace(path)
+
+
+def _wind_down() -> None:
+    """What the interpreter does at the end of a script: wait for threads, then run exit functions."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    with contextlib.suppress(Exception):
+        atexit._run_exitfuncs()
+
+
+def _adopt_environment(task: Task) -> None:
+    """The fork server's environment is from when it started; the rank's is the launcher's of now."""
+    for name in set(os.environ) - set(task.environment):
+        if not is_rank_variable(name):
+            del os.environ[name]
+    os.environ.update({name: text for name, text in task.environment.items() if not is_rank_variable(name)})
+    os.environ[LAUNCHER_VARIABLE] = "syncline"
+    os.environ["OMP_NUM_THREADS"] = str(task.threads)
+
+
+def _received(descriptors: dict[int, Any]) -> Terminal:
+    return Terminal({own: descriptor.detach() for own, descriptor in descriptors.items()})
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,185 @@
+"""Ends a rank on time: when it is told to, and when its launcher is gone.
+
+A rank spends much of its life blocked inside a collective, where Python handles no signal. So the signals are
+blocked in every thread, and one thread takes them in turn with looking whether the launcher still lives. A fork
+server stands between launcher and rank, so the parent's pid says nothing about the launcher: a pidfd does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_LOOK_EVERY_SECONDS = 0.5
+_TIDY_SECONDS = 2.0
+_SHOW_CURSOR = b"\x1b[?25h"
+
+_callbacks: list[Callable[[], object]] = []
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A process by pid and start time, so that a later process with the same pid is not taken for it."""
+
+    pid: int
+    started: str
+
+
+class Report(Protocol):
+    """Who is told why the rank ends, before it does."""
+
+    def stopped(self, reason: str) -> None: ...
+
+    def killed(self, signal_name: str, sender: int) -> None: ...
+
+
+class Silent:
+    """A report for ranks that keep no outcome, such as those of another launcher."""
+
+    def stopped(self, reason: str) -> None: ...
+
+    def killed(self, signal_name: str, sender: int) -> None: ...
+
+
+def on_stop(callback: Callable[[], object]) -> None:
+    """Run `callback` in the watcher's thread if the rank is stopped from outside, before the process exits.
+
+    All callbacks together have two seconds; the main thread may be blocked and may hold locks.
+    """
+    _callbacks.append(callback)
+
+
+def hold_signals() -> None:
+    """Block the stop signals in this thread and in all that it starts later; the watcher takes them instead."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def identify(pid: int) -> Watched:
+    try:
+        # The command name may hold spaces and brackets; the fields that follow the last bracket do not.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Watched(pid, fields[19])
+    except (OSError, IndexError):
+        return Watched(pid, "")
+
+
+def start(launcher: Watched, report: Report, leftovers: Iterable[str] = ()) -> None:
+    """Start watching. `leftovers` are folders that a launcher which was killed can no longer remove itself."""
+    hold_signals()
+    # Children that user code forks (data loader workers) must be open to signals again.
+    os.register_at_fork(after_in_child=_release_signals)
+    watcher = _Watcher(launcher, report, tuple(leftovers))
+    threading.Thread(target=watcher.run, name="syncline-watch", daemon=True).start()
+
+
+def watch_parent() -> None:
+    """For a rank that torchrun or another launcher started as its direct child: end with that parent."""
+    parent = os.getppid()
+    start(identify(parent), Silent())
+    if os.getppid() != parent:
+        leave(1)
+
+
+def leave(code: int, *, callbacks: bool = False) -> NoReturn:
+    """End this process now, whatever its other threads are doing; tidying up is given two seconds."""
+    tidy = threading.Thread(target=_tidy, args=(callbacks,), daemon=True)
+    with contextlib.suppress(RuntimeError):  # no new threads while the interpreter shuts down
+        tidy.start()
+        tidy.join(_TIDY_SECONDS)
+    os._exit(code)
+
+
+class _Watcher:
+    def __init__(self, launcher: Watched, report: Report, leftovers: tuple[str, ...]) -> None:
+        self._launcher_alive = _alive_check(launcher)
+        self._report = report
+        self._leftovers = leftovers
+        # Pid 0 is the kernel: the terminal's Ctrl-C. The parent is the fork server, whose death sends a SIGINT.
+        self._trusted = {0, launcher.pid, os.getppid()}
+        self._signals = {s for s in STOP_SIGNALS if signal.getsignal(s) is not signal.SIG_IGN}
+
+    def run(self) -> None:
+        while True:
+            caught = _next_signal(self._signals)
+            if not self._launcher_alive():
+                self._report.stopped("the launcher ended")
+                for folder in self._leftovers:
+                    shutil.rmtree(folder, ignore_errors=True)
+                leave(1, callbacks=True)
+            if caught is not None:
+                self._obey(*caught)
+
+    def _obey(self, number: int, sender: int) -> NoReturn:
+        name = signal.Signals(number).name
+        if sender in self._trusted:
+            self._report.stopped(name)
+        else:
+            self._report.killed(name, sender)
+        leave(128 + number, callbacks=True)
+
+
+def _next_signal(signals: set[signal.Signals]) -> tuple[int, int] | None:
+    """The next stop signal and its sender's pid, or None after a while without one."""
+    if hasattr(signal, "sigtimedwait"):
+        info = signal.sigtimedwait(signals, _LOOK_EVERY_SECONDS)
+        return None if info is None else (info.si_signo, info.si_pid)
+    time.sleep(_LOOK_EVERY_SECONDS)
+    pending = signals & signal.sigpending()
+    return (signal.sigwait(pending), 0) if pending else None
+
+
+def _alive_check(process: Watched) -> Callable[[], bool]:
+    if hasattr(os, "pidfd_open"):
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            return lambda: False
+        except OSError:  # a kernel or sandbox without pidfd
+            return lambda: _answers(process)
+        if identify(process.pid) != process:
+            return lambda: False
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return lambda: not poll.poll(0)
+    return lambda: _answers(process)
+
+
+def _answers(process: Watched) -> bool:
+    try:
+        os.kill(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return identify(process.pid) == process
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _tidy(callbacks: bool) -> None:
+    for callback in _callbacks if callbacks else ():
+        with contextlib.suppress(Exception):
+            callback()
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError, ValueError):
+            child.kill()
+    with contextlib.suppress(OSError, ValueError):
+        if callbacks and os.isatty(2):
+            os.write(2, _SHOW_CURSOR)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()

@@ -1,0 +1,207 @@
+"""The equality certificate: does a method compute the gradient that it should?
+
+Two references, from identical weights at each step:
+
+    A  the same shards run one after the other in one process, summed in rank order
+    B  one worker on the whole global batch, in float64
+
+A asks whether the method averages right. Gradients that equal A's to the bit are certified as such. The only other
+excuse is the order of summation: each element must lie within (n-1) u sum|g_i| of the exact sum (u the unit
+round-off), and the mean adds one more rounding where n is no power of two.
+
+B asks whether data-parallel training is what one worker would do. It is, except where a layer looks at more than one
+sample (batch norm) or draws random numbers (dropout). Such a cause is proven by turning it off: then B must agree.
+
+The batch is uneven on purpose: one sample more than divides by n, so that a method that weighs ranks equally shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from syncline.comm.communicator import Communicator
+from syncline.measure.verdict import Verdict, judge_close, judge_sum, worst
+from syncline.spans import EventLog
+from syncline.sync.base import GradientSync, broadcast_state
+from syncline.sync.mean import mean_in_rank_order
+from syncline.train.batches import Batches
+from syncline.train.step import Worker, gradient_step
+from syncline.workload.sharding import Shard, Sharding
+
+LEARNING_RATE = 0.01
+CAUSES: dict[str, type[nn.Module]] = {
+    "batch-norm statistics per rank": nn.modules.batchnorm._BatchNorm,
+    "dropout masks": nn.modules.dropout._DropoutNd,
+}
+"""What makes a split batch differ from a whole one, by the kind of layer that does it."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    sequential: Verdict
+    """Against A."""
+    one_worker: Verdict
+    """Against B."""
+    drift: float
+    """Largest difference of a weight after all steps from A's run, over the largest weight. Shown, not judged."""
+
+    @property
+    def passed(self) -> bool:
+        return self.sequential.passed and self.one_worker.passed
+
+
+@dataclass(frozen=True)
+class Certifier:
+    """Collective: every rank runs the same calls. Only rank 0 judges; the others return None."""
+
+    communicator: Communicator
+    make_sync: Callable[[Communicator], GradientSync]
+    make_model: Callable[[], nn.Module]
+    batches: Batches
+    sharding: Sharding
+    log: EventLog
+    steps: int = 3
+
+    def run(self) -> Certificate | None:
+        sequential = self._judged(self._against_sequential, ["dropout masks"])
+        one_worker = self._judged(self._against_one_worker, list(CAUSES))
+        drift = self._drift()
+        if self.communicator.rank != 0:
+            return None
+        return Certificate(sequential, one_worker, drift)
+
+    def _judged(self, compare: Callable[[list[str]], Verdict], causes: list[str]) -> Verdict:
+        """Compare; where it differs and the model has layers that may cause it, compare again without them."""
+        verdict = compare([])
+        present = [cause for cause in causes if _layers(self.make_model(), cause)]
+        if self._same_on_all(verdict.passed) or not present:
+            return verdict
+        without = compare(present)
+        return replace(without, status="explained", cause=", ".join(present)) if without.passed else without
+
+    def _against_sequential(self, off: list[str]) -> Verdict:
+        model, worker = self._worker(self.make_model(), self.batches, off)
+        reference = _turned_off(self.make_model(), off)
+        verdicts: list[Verdict] = []
+        for step in range(self.steps):
+            self._equalise(model, reference)
+            found = self._gradient_of_every_rank(worker, step)
+            if self.communicator.rank == 0:
+                parts = self._one_after_the_other(reference, step)
+                verdicts += [self._locate(judge_sum(one, parts), rank, step) for rank, one in enumerate(found)]
+                _update(reference, mean_in_rank_order(parts))
+        return worst(verdicts)
+
+    def _against_one_worker(self, off: list[str]) -> Verdict:
+        batches = self.batches.in_dtype(torch.float64)
+        model, worker = self._worker(self.make_model().double(), batches, off)
+        reference = _turned_off(self.make_model().double(), off)
+        self._equalise(model, reference)
+        found = self._gradient_of_every_rank(worker, 0)
+        whole = next(replace(self.sharding, rank=0, world_size=1).epoch(0))
+        expected = _gradient(reference, batches, whole, 1.0) if found else torch.empty(0)
+        return worst([self._locate(judge_close(one, expected), rank, 0) for rank, one in enumerate(found)])
+
+    def _drift(self) -> float:
+        model, worker = self._worker(self.make_model(), self.batches, [])
+        reference = self.make_model()
+        self._equalise(model, reference)
+        for step in range(self.steps):
+            self._gradient_of_every_rank(worker, step, update=True)
+            if self.communicator.rank == 0:
+                _update(reference, mean_in_rank_order(self._one_after_the_other(reference, step)))
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        apart = max(float((one - other).detach().abs().max()) for one, other in pairs)
+        return apart / max(float(parameter.detach().abs().max()) for parameter in reference.parameters())
+
+    def _worker(self, model: nn.Module, batches: Batches, off: list[str]) -> tuple[nn.Module, Worker]:
+        sync = self.make_sync(self.communicator)
+        module = sync.attach(model)
+        _turned_off(module, off)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        return model, Worker(model, module, sync, optimizer, batches, self.log)
+
+    def _equalise(self, model: nn.Module, reference: nn.Module) -> None:
+        """Rank 0's reference weights in every rank's model."""
+        with torch.no_grad():
+            for target, source in zip(model.parameters(), reference.parameters(), strict=True):
+                target.copy_(source)
+        broadcast_state(self.communicator, model)
+
+    def _gradient_of_every_rank(self, worker: Worker, step: int, *, update: bool = False) -> list[Tensor]:
+        """What the method left in .grad, rank by rank, on rank 0; nothing on the others."""
+        gradient_step(worker, next(self.sharding.epoch(0, step)))
+        own = _flat_gradient(worker.model)
+        if update:
+            worker.optimizer.step()
+        worker.optimizer.zero_grad()
+        parts = [torch.empty_like(own) for _ in range(self.sharding.world_size)]
+        with self.communicator.scope(f"certify {own.dtype}"):
+            self.communicator.gather(own, parts if self.communicator.rank == 0 else None, label="gradients")
+        return parts if self.communicator.rank == 0 else []
+
+    def _one_after_the_other(self, reference: nn.Module, step: int) -> list[Tensor]:
+        """Each rank's share of the mean, computed here. The weight is written out again, not taken from Shard."""
+        parts = []
+        for rank in range(self.sharding.world_size):
+            shard = next(replace(self.sharding, rank=rank).epoch(0, step))
+            weight = len(shard.indices) * self.sharding.world_size / shard.num_global
+            parts.append(_gradient(reference, self.batches, shard, weight))
+        return parts
+
+    def _same_on_all(self, answer: bool) -> bool:
+        """Rank 0's answer on every rank: only it has something to compare."""
+        flag = torch.tensor([int(answer)], device=self.communicator.device)
+        with self.communicator.scope("verdict"):
+            self.communicator.broadcast(flag, label="passed")
+        return bool(flag.item())
+
+    def _locate(self, verdict: Verdict, rank: int, step: int) -> Verdict:
+        name = _parameter_at(self.make_model(), verdict.index) if not verdict.passed else ""
+        return replace(verdict, where=f"rank {rank}, step {step}, {name}" if name else "")
+
+
+def _gradient(model: nn.Module, batches: Batches, shard: Shard, weight: float) -> Tensor:
+    """Plain PyTorch on purpose: the reference shares no code with what it judges."""
+    model.zero_grad()
+    images, labels = batches.train(shard)
+    (cross_entropy(model(images), labels) * weight).backward()
+    return _flat_gradient(model)
+
+
+def _flat_gradient(model: nn.Module) -> Tensor:
+    """All gradients in one vector; a missing one counts as zero."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in trained])
+
+
+def _update(model: nn.Module, gradient: Tensor) -> None:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.no_grad():
+        for parameter, part in zip(trained, gradient.split([p.numel() for p in trained]), strict=True):
+            parameter.add_(part.view_as(parameter), alpha=-LEARNING_RATE)
+
+
+def _layers(model: nn.Module, cause: str) -> list[nn.Module]:
+    return [layer for layer in model.modules() if isinstance(layer, CAUSES[cause])]
+
+
+def _turned_off(model: nn.Module, causes: list[str]) -> nn.Module:
+    for cause in causes:
+        for layer in _layers(model, cause):
+            layer.eval()
+    return model
+
+
+def _parameter_at(model: nn.Module, index: int) -> str:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            if index < parameter.numel():
+                return name
+            index -= parameter.numel()
+    return "?"

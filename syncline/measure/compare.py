@@ -1,0 +1,168 @@
+"""All methods in one world of ranks, taking turns step by step, so that a noisy moment hits each alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from syncline.comm.communicator import Communicator
+from syncline.measure.statistics import spread, timing
+from syncline.plan import Plan
+from syncline.spans import EventLog
+from syncline.sync import make_sync
+from syncline.train.batches import Batches
+from syncline.train.loop import Observer
+from syncline.train.step import Worker, train_step
+from syncline.workload.recipes import make_model, make_optimizer
+from syncline.workload.sharding import Shard, Sharding
+
+CONTROL = "ddp"
+BASELINE = "single"
+
+
+@dataclass
+class Contender:
+    """One row of the comparison, and what it has measured so far on this rank."""
+
+    label: str
+    method: str
+    threads: int
+    seconds: list[float] = field(default_factory=list)
+    loss_sum: float = 0.0
+    num_samples: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """Rank 0 takes the whole batch while the others wait."""
+        return self.method == BASELINE
+
+
+def contenders(methods: Sequence[str], *, threads: int, cores: int) -> list[Contender]:
+    """`single` twice: with one worker's threads (one node of the cluster) and with all cores of this machine."""
+    found = []
+    for method in methods:
+        found.append(Contender(method, method, threads))
+        if method == BASELINE and cores != threads:
+            found.append(Contender(f"{method}, all cores", method, cores))
+    return found
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One rank's part in the comparison. `run` is collective; its rows are the same on every rank."""
+
+    plan: Plan
+    entries: list[Contender]
+    communicator: Communicator
+    batches: Batches
+    num_train: int
+    device: torch.device
+    log: EventLog
+    observer: Observer
+
+    @property
+    def rounds(self) -> int:
+        return self.plan.measure.warmup + (self.plan.steps or 1)
+
+    def run(self) -> list[dict[str, Any]]:
+        workers = [self._prepare(entry) for entry in self.entries]
+        for round_index in range(self.rounds):
+            for turn, (entry, worker) in enumerate(zip(self.entries, workers, strict=True)):
+                self.log.step, self.log.method = round_index, entry.label
+                self._take_turn(entry, worker, round_index)
+                done = round_index * len(self.entries) + turn + 1
+                loss = entry.loss_sum / max(entry.num_samples, 1)
+                rate = self.plan.global_batch / entry.seconds[-1]
+                self.observer.step(done, self.rounds * len(self.entries), loss, rate)
+        self.log.method = ""
+        seconds, losses = self._slowest(), self._losses()
+        return compare_rows(self.plan, self.entries, seconds, losses)
+
+    def _prepare(self, entry: Contender) -> Worker | None:
+        if entry.alone and self.communicator.rank != 0:
+            return None
+        model = make_model(self.plan, self.device)
+        sync = make_sync(entry.method, self.communicator, log=self.log)
+        return Worker(model, sync.attach(model), sync, make_optimizer(self.plan, model), self.batches, self.log)
+
+    def _take_turn(self, entry: Contender, worker: Worker | None, round_index: int) -> None:
+        shard = self._shard(entry, round_index)
+        torch.set_num_threads(entry.threads)
+        self._meet()
+        start_ns = time.monotonic_ns()
+        if worker is not None:
+            result = train_step(worker, shard)
+            entry.loss_sum, entry.num_samples = result.loss * result.num_samples, result.num_samples
+        end_ns = time.monotonic_ns()
+        entry.seconds.append((end_ns - start_ns) / 1e9)
+        self.log.add("step", start=start_ns, end=end_ns)
+        self.log.flush()
+
+    def _shard(self, entry: Contender, round_index: int) -> Shard:
+        rank, world_size = (0, 1) if entry.alone else (self.communicator.rank, self.communicator.world_size)
+        sharding = Sharding(self.num_train, self.plan.global_batch, self.plan.seed, rank, world_size)
+        epoch, step = divmod(round_index, sharding.steps_per_epoch)
+        return next(sharding.epoch(epoch, step))
+
+    def _meet(self) -> None:
+        """All ranks start a turn together; a turn's time must not hold another method's delay."""
+        with self.communicator.scope("turn"):
+            self.communicator.all_reduce(torch.zeros(1, device=self.communicator.device), label="turn")
+
+    def _slowest(self) -> list[list[float]]:
+        own = torch.tensor([entry.seconds for entry in self.entries], dtype=torch.float64)
+        slowest = torch.stack(self._all_gather("step times", own)).amax(0)
+        rows: list[list[float]] = slowest.tolist()
+        return rows
+
+    def _losses(self) -> list[float]:
+        own = [[entry.loss_sum, entry.num_samples] for entry in self.entries]
+        total = torch.stack(self._all_gather("losses", torch.tensor(own, dtype=torch.float64))).sum(0)
+        return [float(loss / samples) for loss, samples in total]
+
+    def _all_gather(self, scope: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        with self.communicator.scope(scope):
+            return [part.cpu() for part in self.communicator.all_gather(tensor.to(self.communicator.device))]
+
+
+def compare_rows(
+    plan: Plan, entries: Sequence[Contender], seconds: Sequence[Sequence[float]], losses: Sequence[float]
+) -> list[dict[str, Any]]:
+    """The table. Speed-up is at one global batch, against `single` with one worker's threads, where that ran."""
+    by_label = {entry.label: list(times) for entry, times in zip(entries, seconds, strict=True)}
+    rows = []
+    for entry, times, loss in zip(entries, seconds, losses, strict=True):
+        measured = timing(times, warmup=plan.measure.warmup)
+        assert measured is not None, "a comparison has at least one step"
+        row: dict[str, Any] = {
+            "label": entry.label,
+            "method": entry.method,
+            "workers": 1 if entry.alone else plan.workers,
+            "threads": entry.threads,
+            "step": asdict(measured),
+            "images_per_s": plan.global_batch / measured.median_s,
+            "loss": loss,
+        }
+        if BASELINE in by_label:
+            row["speedup"] = _ratio(by_label[BASELINE], times, plan.measure.warmup)
+        if CONTROL in by_label:
+            row["ratio_to_ddp"] = _ratio(times, by_label[CONTROL], plan.measure.warmup)
+        rows.append(row)
+    return rows
+
+
+def _ratio(above: Sequence[float], below: Sequence[float], warmup: int) -> dict[str, Any]:
+    """Round by round, because what was measured side by side shares its noise; then the median and quartiles."""
+    ratios = [one / other for one, other in zip(above[warmup:], below[warmup:], strict=True)]
+    middle = statistics.median(ratios)
+    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [middle] * 3
+    return {
+        "median": middle,
+        "spread": spread(ratios),
+        "no_difference": quartiles[0] <= 1.0 <= quartiles[2],
+    }

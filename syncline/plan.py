@@ -1,0 +1,226 @@
+"""Plan: what to run. Frozen; unknown or contradictory keys are refused by name; TOML in and out.
+
+The plan also holds the words that users type (methods, models, data sets), so that a wrong one is refused in
+milliseconds, before torch is loaded. A test keeps these tables equal to what the stages implement.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from syncline.errors import PlanError
+
+METHODS = {
+    "single": "one worker on the whole batch: the baseline, nothing is sent",
+    "gather-scatter": "each gradient is gathered on rank 0, averaged there and scattered back",
+    "point-to-point": "the same exchange with rank 0 as sends and receives that are in flight together",
+    "all-reduce": "each gradient is all-reduced by itself, after backward",
+    "ddp": "PyTorch's own DistributedDataParallel: the outside control",
+}
+MODELS = {
+    "vgg11": "VGG-11 for 32x32 images with batch norm, 9,231,114 parameters",
+    "cnn": "a small convolutional network without batch norm: equal to one worker in every digit that counts",
+    "mlp": "two linear layers: the smallest thing that learns",
+}
+DATA = {
+    "auto": "CIFAR-10 where it is at hand or quickly fetched, otherwise synthetic",
+    "cifar10": "CIFAR-10, 32x32 colour images in 10 classes",
+    "synthetic": "a made-up 10-class set of CIFAR-10's shape that can be learnt",
+}
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Optimizer(Section):
+    learning_rate: float = Field(0.1, gt=0)
+    """Step size of SGD."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Share of the last update that is kept."""
+    weight_decay: float = Field(1e-4, ge=0)
+    """L2 penalty on every parameter."""
+
+
+class Options(Section):
+    """Options of the method; one that the method does not know is refused."""
+
+    bucket_cap_mb: float | None = Field(None, gt=0)
+    """Size of a gradient bucket in MB (ddp)."""
+
+
+class Measure(Section):
+    warmup: int = Field(1, ge=0)
+    """Steps at the start that no figure counts."""
+    window: int | None = Field(None, ge=1)
+    """Steps after the warm-up that the average counts; all of them if absent."""
+
+
+class Checkpoint(Section):
+    every: int | None = Field(None, ge=1)
+    """Steps between checkpoints; at the end of each epoch if absent."""
+
+
+class Plan(Section):
+    model: str = "vgg11"
+    """A built-in model, or `module:callable` that returns one."""
+    data: Literal["auto", "cifar10", "synthetic"] = "auto"
+    """What is trained on."""
+    data_dir: str | None = None
+    """Folder that holds the data; searched for if absent."""
+    method: Literal["single", "gather-scatter", "point-to-point", "all-reduce", "ddp"] = "ddp"
+    """How gradients are synchronised."""
+    options: Options = Options()
+    workers: int = Field(2, ge=1)
+    """Ranks, each on its own share of every batch. 1 if absent with method single."""
+    threads: int | None = Field(None, ge=1)
+    """Compute threads per worker; cores / workers if absent."""
+    global_batch: int = Field(256, ge=1)
+    """Samples per step over all workers."""
+    steps: int | None = Field(None, ge=1)
+    """Steps to train. Give this or epochs, not both."""
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the training set; 1 if neither is given."""
+    recipe: Literal["course"] = "course"
+    """Optimiser and schedule by name: SGD at a constant rate."""
+    optimizer: Optimizer = Optimizer()
+    seed: int = Field(5000, ge=0, lt=2**63)
+    """Start of all randomness: weights, order of samples, augmentation."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where the model computes."""
+    backend: Literal["gloo", "nccl"] | None = None
+    """What carries the bytes: gloo on cpu, nccl on cuda if absent."""
+    channels_last: bool = True
+    """Lay images out channels last: faster convolutions on CPU."""
+    evaluate: bool = True
+    """Measure loss and accuracy on the test set after each epoch."""
+    eval_per_rank: bool = False
+    """Also show what each rank's own batch-norm statistics give."""
+    log_every: int = Field(20, ge=1)
+    """Steps between loss lines."""
+    deadline_s: float = Field(120.0, gt=0)
+    """Longest wait for other ranks in one operation."""
+    measure: Measure = Measure()
+    checkpoint: Checkpoint = Checkpoint()
+
+    @field_validator("model")
+    @classmethod
+    def _model_is_known(cls, value: str) -> str:
+        if value not in MODELS and ":" not in value:
+            raise ValueError(f"{_not_one_of(value, MODELS)} Or give your own as module:callable.")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_what_depends(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        filled = {key: value for key, value in given.items() if value is not None}
+        if filled.get("method") == "single":
+            filled.setdefault("workers", 1)
+        if "steps" not in filled:
+            filled.setdefault("epochs", 1)
+        filled.setdefault("backend", "nccl" if filled.get("device") == "cuda" else "gloo")
+        return filled
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs contradict each other: give one of them.")
+        if self.method == "single" and self.workers != 1:
+            raise ValueError(
+                f"method single is one worker, but workers is {self.workers}: "
+                "set workers to 1 or take another method."
+            )
+        if self.options.bucket_cap_mb is not None and self.method != "ddp":
+            raise ValueError(f"options.bucket_cap_mb is for method ddp, but method is {self.method}.")
+        if self.global_batch < self.workers:
+            raise ValueError(
+                f"global_batch {self.global_batch} is smaller than workers {self.workers}: "
+                "every worker needs at least one sample."
+            )
+        if self.backend == "nccl" and self.device == "cpu":
+            raise ValueError("backend nccl needs device cuda: take gloo, or device cuda.")
+        return self
+
+    def replace(self, **changes: Any) -> Plan:
+        """A new, checked plan with some keys changed."""
+        return parse_plan({**self.model_dump(exclude_none=True), **changes})
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def load_plan(path: Path | None, overrides: Mapping[str, Any]) -> Plan:
+    """The plan of a TOML file (or the defaults), with `overrides` on top; None there means 'not given'."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read the plan {path}: {error}.") from error
+        except tomllib.TOMLDecodeError as error:
+            raise PlanError(f"{path} is not valid TOML: {error}.") from error
+    given = {key: value for key, value in overrides.items() if value is not None}
+    for one, other in (("steps", "epochs"), ("epochs", "steps")):
+        if one in given and other not in given:
+            values.pop(other, None)  # a flag for the one length replaces the other length of the file
+    return parse_plan(_merge(values, given))
+
+
+def parse_plan(values: Mapping[str, Any]) -> Plan:
+    try:
+        return Plan.model_validate(values)
+    except ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors()]
+        raise PlanError(" ".join(problems)) from None
+
+
+def _merge(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(values)
+    for key, value in given.items():
+        section, _, inner = key.partition(".")
+        merged[section] = {**merged.get(section, {}), inner: value} if inner else value
+    return merged
+
+
+def _explain(problem: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {key!r} in the plan. {_nearest(key, _keys_beside(problem['loc']))}"
+    if problem["type"] == "literal_error":
+        allowed = [word.strip("' ") for word in problem["ctx"]["expected"].replace(" or ", ",").split(",")]
+        return f"{key}: {_not_one_of(str(problem['input']), allowed)}"
+    if problem["type"] == "value_error":
+        return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
+    return f"{key}: {problem['msg']}, not {problem['input']!r}."
+
+
+def _not_one_of(value: str, allowed: Iterable[str]) -> str:
+    return f"{value!r} is not known. {_nearest(value, allowed)}"
+
+
+def _nearest(word: str, allowed: Iterable[str]) -> str:
+    allowed = list(allowed)
+    close = difflib.get_close_matches(word, allowed, n=1, cutoff=0.5)
+    question = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{question}Allowed: {', '.join(allowed)}."
+
+
+def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
+    """The keys that would have been right where an unknown one stands."""
+    section: type[BaseModel] = Plan
+    for part in location[:-1]:
+        annotation = section.model_fields[str(part)].annotation
+        assert isinstance(annotation, type)
+        section = annotation
+    prefix = "".join(f"{part}." for part in location[:-1])
+    return [prefix + name for name in section.model_fields]

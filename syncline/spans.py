@@ -1,0 +1,125 @@
+"""The event log: what one rank did and when, as sequence-numbered records on the monotonic clock.
+
+A file is JSON lines: a header, then one record a line. It is flushed about once a second, so after a crash all
+but the last second can be read; a line cut short is the only damage possible.
+
+    {"seq": 7, "kind": "phase", "name": "forward", "step": 3, "start": …, "end": …}
+    {"seq": 8, "kind": "collective", "name": "all_reduce", "label": "classifier.bias", "bytes": 40,
+     "ready": …, "start": …, "end": …, "step": 3}
+    {"seq": 9, "kind": "loss", "value": 2.302, "samples": 64, "step": 3}
+
+Times are nanoseconds. Measuring is a span around the code; no algorithm holds a timer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+FORMAT = 1
+FLUSH_EVERY_NS = 1_000_000_000
+
+Record = dict[str, Any]
+
+
+class EventLog:
+    """One rank's log. Without a path it only remembers, in `records`: tests and comparisons read that.
+
+    Any thread may add records; `step` and `method` are stamped on each.
+    """
+
+    def __init__(self, path: Path | None = None, *, rank: int = 0, world_size: int = 1) -> None:
+        self.rank = rank
+        self.step = -1
+        self.method = ""
+        self.records: list[Record] = []
+        self._sequence = itertools.count()
+        self._file = None
+        self._flushed_ns = time.monotonic_ns()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a")
+            self._write([_header(rank, world_size)])
+
+    def span(self, name: str) -> Span:
+        """Context manager: a phase of the step, from entry to exit, also when it raises."""
+        return Span(self, name)
+
+    def add(self, kind: str, **fields: Any) -> None:
+        record = {"seq": next(self._sequence), "kind": kind, **fields, "step": self.step}
+        if self.method:
+            record["method"] = self.method
+        self.records.append(record)
+
+    def flush(self, *, force: bool = False) -> None:
+        """Write what is new if the last write is a second old. Call it between steps, where no one waits."""
+        now = time.monotonic_ns()
+        if self._file is not None and (force or now - self._flushed_ns > FLUSH_EVERY_NS):
+            self._flushed_ns = now
+            records, self.records = self.records, []
+            self._write(records)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self.flush(force=True)
+            self._file.close()
+            self._file = None
+
+    def _write(self, records: list[Record]) -> None:
+        if self._file is not None:
+            self._file.write("".join(json.dumps(record) + "\n" for record in records))
+            self._file.flush()
+
+
+class Span:
+    """A plain class, because a generator-based context manager costs more than some spans last."""
+
+    __slots__ = ("log", "name", "start")
+
+    def __init__(self, log: EventLog, name: str) -> None:
+        self.log = log
+        self.name = name
+
+    def __enter__(self) -> None:
+        self.start = time.monotonic_ns()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.log.add("phase", name=self.name, start=self.start, end=time.monotonic_ns())
+
+
+def read_log(path: Path) -> list[Record]:
+    """The records of one rank's file, header first. A last line cut short by a crash is left out."""
+    records = []
+    with path.open() as file:
+        for line in file:
+            if line.endswith("\n"):
+                records.append(json.loads(line))
+    return records
+
+
+@contextmanager
+def logging_to(path: Path | None, *, rank: int, world_size: int) -> Iterator[EventLog]:
+    log = EventLog(path, rank=rank, world_size=world_size)
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+def _header(rank: int, world_size: int) -> Record:
+    return {
+        "kind": "header",
+        "format": FORMAT,
+        "rank": rank,
+        "world_size": world_size,
+        "wall_ns": time.time_ns(),
+        "monotonic_ns": time.monotonic_ns(),
+    }

@@ -1,0 +1,113 @@
+"""GradientSync: what a method is. One small object, one verb: `finish`.
+
+sync = AllReduce(communicator)
+model = sync.attach(model)          # same start on every rank; returns the module to call
+loss.backward()
+sync.finish()                       # now every .grad is the mean over all ranks
+optimizer.step()
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from syncline.comm.communicator import Communicator
+from syncline.errors import ContractError
+
+
+class GradientSync(ABC):
+    """A method of making every rank's .grad the mean over ranks."""
+
+    rebuilds_after_first_backward = False
+    """True if the summation order changes after the first backward: a run that must be repeatable bit for bit,
+    also from a checkpoint, makes one discarded backward first."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+    @abstractmethod
+    def attach(self, model: nn.Module) -> nn.Module:
+        """Give every rank rank 0's parameters and buffers; return the module to call. Collective."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Return when every .grad holds the mean over ranks. Idempotent until the next backward. Collective."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward accumulates locally and nothing is sent; the next finish outside sends the sum."""
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Remove what attach put on the model."""
+
+
+class AfterBackward(GradientSync):
+    """The methods that wait for backward to end and then average one parameter after the other.
+
+    Hooks only note the moment at which each gradient became ready.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__(communicator)
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._ready_ns: dict[str, int] = {}
+        self._paused = False
+
+    @abstractmethod
+    def average(self, name: str, gradient: Tensor, ready_ns: int) -> None:
+        """Replace one gradient by its mean over ranks, in place."""
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        broadcast_state(self.communicator, model)
+        self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._mark(name)) for name, p in self._parameters]
+        return model
+
+    def finish(self) -> None:
+        if self._paused or not self._ready_ns:
+            return
+        with self.communicator.scope("gradients"):
+            for name, parameter in self._parameters:
+                if parameter.grad is None:
+                    raise ContractError(
+                        f"parameter {name} has no gradient: this rank's loss does not depend on it.",
+                        action="Freeze it (requires_grad = False) or use it in every forward.",
+                        rank=self.communicator.rank,
+                    )
+                self.average(name, parameter.grad, self._ready_ns.get(name, time.monotonic_ns()))
+        self._ready_ns.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._ready_ns.clear()
+
+    def _mark(self, name: str) -> Callable[[Tensor], None]:
+        def mark(_: Tensor) -> None:
+            self._ready_ns[name] = time.monotonic_ns()
+
+        return mark
+
+
+def broadcast_state(communicator: Communicator, model: nn.Module) -> None:
+    """Rank 0's parameters and buffers on every rank."""
+    with communicator.scope("attach"):
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            communicator.broadcast(tensor.data, label=name)

@@ -1,0 +1,75 @@
+"""ddp: PyTorch's own DistributedDataParallel, the outside control.
+
+Gradients are packed into buckets that are all-reduced while backward still runs. The transfers are torch's own; a
+communication hook that does what DDP does without one writes them into the event log.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from syncline.comm.communicator import Communicator
+from syncline.comm.torch_backend import TorchCommunicator
+from syncline.errors import PlanError
+from syncline.spans import EventLog
+from syncline.sync.base import GradientSync
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+
+class DDP(GradientSync):
+    rebuilds_after_first_backward = True
+
+    def __init__(
+        self, communicator: Communicator, *, bucket_cap_mb: float | None = None, log: EventLog | None = None
+    ) -> None:
+        super().__init__(communicator)
+        backend = communicator.backend
+        if not isinstance(backend, TorchCommunicator):
+            raise PlanError("method ddp needs torch.distributed: ranks that are threads cannot run it.")
+        self._group = backend.group
+        self._bucket_cap_mb = bucket_cap_mb
+        self._log = log
+        self._module: DistributedDataParallel | None = None
+
+    def attach(self, model: nn.Module) -> nn.Module:
+        self._module = DistributedDataParallel(model, process_group=self._group, bucket_cap_mb=self._bucket_cap_mb)
+        if self._log is not None:
+            self._module.register_comm_hook(self._log, self._traced_all_reduce)
+        return self._module
+
+    def finish(self) -> None:
+        """DDP ends its transfers inside backward."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        assert self._module is not None, "attach a model first"
+        context: AbstractContextManager[None] = self._module.no_sync()
+        return context
+
+    def detach(self) -> None:
+        self._module = None
+
+    def _traced_all_reduce(self, log: EventLog, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer().div_(self._group.size())
+        start_ns = time.monotonic_ns()
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        assert work is not None
+        label, num_bytes = f"bucket {bucket.index()}", buffer.numel() * buffer.element_size()
+
+        def note(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            log.add(
+                "collective", name="all_reduce", label=label, bytes=num_bytes,
+                ready=start_ns, start=start_ns, end=time.monotonic_ns(),
+            )  # fmt: skip
+            return future.value()[0]
+
+        noted: torch.futures.Future[Tensor] = work.get_future().then(note)
+        return noted

@@ -1,0 +1,23 @@
+"""single: one worker on the whole batch. Nothing is sent."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import nn
+
+from syncline.sync.base import GradientSync
+
+
+class Single(GradientSync):
+    def attach(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def finish(self) -> None:
+        pass
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def detach(self) -> None:
+        pass

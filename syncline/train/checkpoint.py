@@ -1,0 +1,115 @@
+"""Checkpoints: all that a run needs to go on as if it had never stopped, to the last bit.
+
+One folder per checkpoint, one file per rank: batch-norm buffers, random state and running sums are each rank's own;
+parameters and optimiser state are the same everywhere, so only rank 0 writes them. The folder is written aside and
+renamed when all ranks are done, and the one before it is removed after that.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from syncline.comm.communicator import Communicator
+from syncline.errors import RunFolderError
+from syncline.store import remove_tree
+from syncline.train.step import Worker
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d+)")
+
+
+@dataclass
+class Progress:
+    """How far a run is. The sums are of this rank's own shards of the current epoch."""
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+    step: int = 0
+    loss_sum: float = 0.0
+    num_correct: int = 0
+    num_samples: int = 0
+    loss_lines: list[dict[str, Any]] = field(default_factory=list)
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+
+
+def save(folder: Path, worker: Worker, progress: Progress, communicator: Communicator) -> None:
+    """Collective. Nothing that looks like a checkpoint exists before every rank's part is on disk."""
+    name = f"step-{progress.step:08d}"
+    aside = folder / f".{name}.part"
+    aside.mkdir(parents=True, exist_ok=True)
+    _write(aside / f"rank-{communicator.rank}.pt", _state(worker, progress, shared=communicator.rank == 0))
+    _wait_for_all(communicator)
+    if communicator.rank == 0:
+        older = list_checkpoints(folder)
+        remove_tree(folder / name)
+        aside.rename(folder / name)
+        for path in older:
+            if path.name != name:
+                remove_tree(path)
+    _wait_for_all(communicator)
+
+
+def load(folder: Path, worker: Worker, communicator: Communicator) -> Progress:
+    """Put the newest checkpoint's state into the worker; returns how far it was."""
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        return Progress()
+    newest = checkpoints[-1]
+    shared = _read(newest / "rank-0.pt")
+    own = shared if communicator.rank == 0 else _read(newest / f"rank-{communicator.rank}.pt")
+    worker.model.load_state_dict({**shared["parameters"], **own["buffers"]})
+    worker.optimizer.load_state_dict(shared["optimizer"])
+    torch.set_rng_state(own["random_state"])
+    return Progress(**own["progress"])
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
+
+
+def _state(worker: Worker, progress: Progress, *, shared: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        "format": FORMAT,
+        "buffers": dict(worker.model.named_buffers()),
+        "random_state": torch.get_rng_state(),
+        "progress": asdict(progress),
+    }
+    if shared:
+        state["parameters"] = dict(worker.model.named_parameters())
+        state["optimizer"] = worker.optimizer.state_dict()
+    return state
+
+
+def _wait_for_all(communicator: Communicator) -> None:
+    with communicator.scope("checkpoint"):
+        communicator.all_reduce(torch.zeros(1, device=communicator.device), label="checkpoint written")
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    content = io.BytesIO()
+    torch.save(state, content)
+    with path.open("wb") as file:
+        file.write(content.getbuffer())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+    except (OSError, RuntimeError, EOFError) as error:
+        raise RunFolderError(f"cannot read the checkpoint {path}: {error}.", action="Start a new run.") from error
+    if state.get("format") != FORMAT:
+        raise RunFolderError(
+            f"{path} has checkpoint format {state.get('format')}, this version reads {FORMAT}.",
+            action="Use the version of Syncline that wrote it.",
+        )
+    return state

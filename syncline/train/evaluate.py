@@ -1,0 +1,75 @@
+"""Loss and accuracy on the test set: every image counted once, the same result at any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from syncline.comm.communicator import Communicator
+from syncline.train.batches import Batches
+from syncline.train.step import buffers_kept
+
+BATCH = 250
+"""Fixed, so that an image is always computed in the same company, whatever the number of ranks."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    loss: float
+    num_correct: int
+    num_images: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.num_correct / self.num_images
+
+
+def evaluate(model: nn.Module, batches: Batches, communicator: Communicator) -> Evaluation:
+    """With rank 0's buffers on every rank, each rank taking every n-th batch. Training state is left as it was."""
+    with communicator.scope("evaluate"), buffers_kept(model):
+        for name, buffer in model.named_buffers():
+            communicator.broadcast(buffer, label=name)
+        results = _evaluate_batches(model, batches, communicator.rank, communicator.world_size)
+        results = results.to(communicator.device)
+        communicator.all_reduce(results, label="loss and correct by batch")
+    return _total(results, batches.num_test)
+
+
+def evaluate_per_rank(model: nn.Module, batches: Batches, communicator: Communicator) -> list[Evaluation]:
+    """Each rank's own buffers on the whole test set: they differ, because batch-norm statistics are local."""
+    results = _evaluate_batches(model, batches, 0, 1).to(communicator.device)
+    with communicator.scope("evaluate per rank"):
+        return [_total(part, batches.num_test) for part in communicator.all_gather(results)]
+
+
+def _evaluate_batches(model: nn.Module, batches: Batches, first: int, stride: int) -> Tensor:
+    """Sum of losses and number right for each batch; zero where another rank fills in."""
+    num_batches = -(-batches.num_test // BATCH)
+    results = torch.zeros(num_batches, 2, dtype=torch.float64)
+    with torch.no_grad(), _evaluating(model):
+        for index in range(first, num_batches, stride):
+            images, labels = batches.test(index * BATCH, (index + 1) * BATCH)
+            logits = model(images)
+            results[index, 0] = cross_entropy(logits, labels, reduction="sum").double()
+            results[index, 1] = (logits.argmax(1) == labels).sum()
+    return results
+
+
+def _total(results: Tensor, num_images: int) -> Evaluation:
+    loss, correct = results.sum(0).tolist()
+    return Evaluation(loss / num_images, int(correct), num_images)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

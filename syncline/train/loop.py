@@ -1,0 +1,146 @@
+"""The loop around the step: epochs, loss lines, evaluation, checkpoints, timing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from syncline.comm.communicator import Communicator
+from syncline.plan import Plan
+from syncline.train import checkpoint
+from syncline.train.checkpoint import Progress
+from syncline.train.evaluate import evaluate, evaluate_per_rank
+from syncline.train.step import StepResult, Worker, discarded_backward, train_step
+from syncline.workload.sharding import Sharding
+
+
+class Observer(Protocol):
+    """Whoever shows what happens. Only rank 0's is asked to draw anything."""
+
+    def step(self, step: int, total: int, loss: float, images_per_s: float) -> None: ...
+    def line(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One rank's training run."""
+
+    plan: Plan
+    worker: Worker
+    sharding: Sharding
+    communicator: Communicator
+    observer: Observer
+    checkpoints: Path | None
+    """Where checkpoints go; none are written if absent."""
+
+    @property
+    def total_steps(self) -> int:
+        return self.plan.steps or (self.plan.epochs or 1) * self.sharding.steps_per_epoch
+
+    def run(self, *, resume: bool = False) -> tuple[Progress, list[float]]:
+        """Train to the end of the plan. Returns how far it came and each step's seconds on the slowest rank."""
+        progress = Progress()
+        if resume and self.checkpoints is not None:
+            progress = checkpoint.load(self.checkpoints, self.worker, self.communicator)
+        if self.worker.sync.rebuilds_after_first_backward:
+            discarded_backward(self.worker, next(self.sharding.epoch(0)))
+        seconds: list[float] = []
+        while progress.step < self.total_steps:
+            self._run_epoch(progress, seconds)
+        return progress, self._slowest(seconds)
+
+    def _run_epoch(self, progress: Progress, seconds: list[float]) -> None:
+        for shard in self.sharding.epoch(progress.epoch, progress.step_in_epoch):
+            self.worker.log.step = progress.step
+            start_ns = time.monotonic_ns()
+            result = train_step(self.worker, shard)
+            end_ns = time.monotonic_ns()
+            self._note(progress, result, start_ns, end_ns)
+            seconds.append((end_ns - start_ns) / 1e9)
+            self.observer.step(progress.step, self.total_steps, result.loss, shard.num_global / seconds[-1])
+            if progress.step % self.plan.log_every == 0:
+                self._loss_line(progress, result)
+            ended = progress.step == self.total_steps
+            every = self.plan.checkpoint.every
+            if every and progress.step % every == 0 and not ended and not self._epoch_ended(progress):
+                self._save(progress)
+            if ended:
+                break
+        self._end_epoch(progress)
+
+    def _epoch_ended(self, progress: Progress) -> bool:
+        return progress.step_in_epoch == self.sharding.steps_per_epoch
+
+    def _note(self, progress: Progress, result: StepResult, start_ns: int, end_ns: int) -> None:
+        log = self.worker.log
+        log.add("step", start=start_ns, end=end_ns)
+        log.add("loss", value=result.loss, samples=result.num_samples)
+        log.flush()
+        progress.step += 1
+        progress.step_in_epoch += 1
+        progress.loss_sum += result.loss * result.num_samples
+        progress.num_correct += result.num_correct
+        progress.num_samples += result.num_samples
+
+    def _loss_line(self, progress: Progress, result: StepResult) -> None:
+        """The loss over the global batch of this step, and each rank's own."""
+        own = torch.tensor([result.loss * result.num_samples, result.num_samples], dtype=torch.float64)
+        parts = self._all_gather("loss line", own)
+        loss = sum(float(part[0]) for part in parts) / sum(float(part[1]) for part in parts)
+        by_rank = [float(part[0] / part[1]) if part[1] else None for part in parts]
+        progress.loss_lines.append({"step": progress.step, "loss": loss, "by_rank": by_rank})
+        self.observer.line(f"epoch {progress.epoch}  step {progress.step:>5}/{self.total_steps}  loss {loss:.4f}")
+
+    def _end_epoch(self, progress: Progress) -> None:
+        """Totals of the epoch over all ranks, then evaluation, then a checkpoint."""
+        sums = [progress.loss_sum, progress.num_correct, progress.num_samples]
+        parts = self._all_gather("epoch totals", torch.tensor(sums, dtype=torch.float64))
+        loss, correct, samples = (sum(float(part[i]) for part in parts) for i in range(3))
+        entry: dict[str, Any] = {
+            "epoch": progress.epoch,
+            "steps": progress.step_in_epoch,
+            "train_loss": loss / samples,
+            "train_accuracy": correct / samples,
+        }
+        text = f"epoch {progress.epoch}  training loss {loss / samples:.4f}, accuracy {correct / samples:.2%}"
+        if self.plan.evaluate:
+            text += self._evaluate(entry)
+        self.observer.line(text)
+        progress.epochs.append(entry)
+        if self._epoch_ended(progress):
+            progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+            progress.loss_sum, progress.num_correct, progress.num_samples = 0.0, 0, 0
+        self._save(progress)
+
+    def _evaluate(self, entry: dict[str, Any]) -> str:
+        with self.worker.log.span("evaluate"):
+            result = evaluate(self.worker.model, self.worker.batches, self.communicator)
+        entry |= {"test_loss": result.loss, "test_accuracy": result.accuracy}
+        entry |= {"test_correct": result.num_correct, "test_images": result.num_images}
+        if self.plan.eval_per_rank:
+            own = evaluate_per_rank(self.worker.model, self.worker.batches, self.communicator)
+            entry["test_per_rank"] = [asdict(one) for one in own]
+            for rank, one in enumerate(own):
+                self.observer.line(f"  rank {rank}'s own buffers: test loss {one.loss:.4f}, {one.accuracy:.2%}")
+        right = f"{result.num_correct}/{result.num_images}"
+        return f"; test loss {result.loss:.4f}, accuracy {result.accuracy:.2%} ({right})"
+
+    def _save(self, progress: Progress) -> None:
+        if self.checkpoints is not None:
+            with self.worker.log.span("checkpoint"):
+                checkpoint.save(self.checkpoints, self.worker, progress, self.communicator)
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        """A synchronous step lasts as long as its slowest rank needs."""
+        if not seconds:
+            return []
+        parts = self._all_gather("step times", torch.tensor(seconds, dtype=torch.float64))
+        return [float(value) for value in torch.stack(parts).amax(0)]
+
+    def _all_gather(self, scope: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        with self.communicator.scope(scope):
+            return [part.cpu() for part in self.communicator.all_gather(tensor.to(self.communicator.device))]

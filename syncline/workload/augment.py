@@ -1,0 +1,106 @@
+"""Random crop, flip and normalisation of a whole batch at once.
+
+A sample's crop and flip follow from (seed, epoch, sample index) through a hash, not from a generator that
+moves on: at any world size, in any batch, after any restart, the sample is the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from syncline.workload.images import Pixels
+
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Augment:
+    """`mean` and `deviation` are per channel, for pixels scaled to 0..1."""
+
+    mean: Sequence[float]
+    deviation: Sequence[float]
+    padding: int = 4
+    seed: int = 0
+    channels_last: bool = False
+    """Give tensors in torch's channels_last memory format; the values are the same."""
+
+    def train(
+        self,
+        images: Pixels | torch.Tensor,
+        epoch: int,
+        indices: npt.NDArray[np.int64] | torch.Tensor | Sequence[int],
+    ) -> torch.Tensor:
+        """Crop out of the zero-padded image, flip, normalise. `indices`: the samples' places in the set."""
+        pixels = np.asarray(images)
+        samples = np.asarray(indices, dtype=np.int64)
+        if samples.shape != pixels.shape[:1]:
+            raise ValueError(f"{len(pixels)} images but {len(samples)} sample indices")
+        down, right, flip = draw(self.seed, epoch, samples, self.padding)
+        return self._normalise(crop_and_flip(pixels, down, right, flip, self.padding))
+
+    def test(self, images: Pixels | torch.Tensor) -> torch.Tensor:
+        """Only normalise. The given images are not changed."""
+        return self._normalise(np.asarray(images))
+
+    def _normalise(self, pixels: Pixels) -> torch.Tensor:
+        # Subtract, then multiply: each rounds once for each element, so that neither the place in the batch
+        # nor the machine's vector width can change a bit. A fused multiply-add would not give that.
+        shift = np.array([255 * value for value in self.mean], np.float32)
+        scale = np.array([1 / (255 * value) for value in self.deviation], np.float32)
+        if not self.channels_last:
+            values = pixels.astype(np.float32, order="C")
+            values -= shift[:, None, None]
+            values *= scale[:, None, None]
+            return torch.from_numpy(values)
+        values = np.ascontiguousarray(pixels.transpose(0, 2, 3, 1)).astype(np.float32)
+        count, height, width, channels = values.shape
+        # One image row at a time: numpy is slow where the innermost run is only the three channels long.
+        rows = values.reshape(count, height, width * channels)
+        rows -= np.tile(shift, width)
+        rows *= np.tile(scale, width)
+        return torch.from_numpy(values).permute(0, 3, 1, 2)
+
+
+def draw(
+    seed: int, epoch: int, samples: npt.NDArray[np.int64], padding: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Per sample: at which row and column of the padded image the crop starts, and whether to flip."""
+    bits = mix(mix(mix(_word(seed)) + _word(epoch)) + samples.astype(np.uint64))
+    places = np.uint64(2 * padding + 1)
+    rest = bits >> np.uint64(1)
+    down, right = rest % places, rest // places % places
+    return down.astype(np.int64), right.astype(np.int64), (bits & np.uint64(1)).astype(np.bool_)
+
+
+def _word(value: int) -> Words:
+    return np.array([value % 2**64], dtype=np.uint64)
+
+
+def mix(words: Words) -> Words:
+    """The splitmix64 hash: neighbouring inputs give unrelated outputs. Arithmetic is modulo 2^64."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def crop_and_flip(
+    pixels: Pixels,
+    down: npt.NDArray[np.int64],
+    right: npt.NDArray[np.int64],
+    flip: npt.NDArray[np.bool_],
+    padding: int,
+) -> Pixels:
+    """A new uint8 batch of the same shape; what lies outside an image is black."""
+    count, channels, height, width = pixels.shape
+    padded = np.zeros((count, channels, height + 2 * padding, width + 2 * padding), np.uint8)
+    padded[:, :, padding : padding + height, padding : padding + width] = pixels
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(2, 3))
+    cropped: Pixels = windows[np.arange(count), :, down, right]
+    cropped[flip] = cropped[flip, :, :, ::-1]
+    return cropped

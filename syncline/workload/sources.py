@@ -1,0 +1,84 @@
+"""Which images a run trains on and where they are: decides between folder, cache and fetch.
+
+The launcher calls `find_images` once: it fetches if need be and checks every byte. The ranks then load from
+the folder that it returned, and never fetch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from syncline.errors import DataError
+from syncline.workload.cifar10 import find_folder, read_cifar10
+from syncline.workload.fetch import fetch_cifar10, user_cache
+from syncline.workload.images import ImageSet, Progress
+from syncline.workload.synthetic import synthetic_images
+
+DATA_NAMES = ("cifar10", "synthetic", "auto")
+DATA_VARIABLE = "SYNCLINE_DATA"
+AUTO_TIME_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which data set was chosen, the folder to read it from (None for made images), and why this one."""
+
+    name: str
+    folder: Path | None
+    why: str = ""
+
+
+def load_images(name: str, data_dir: Path | None, *, progress: Progress | None = None) -> ImageSet:
+    """The images in memory, verified. `source` says where they come from, for "auto" also why these."""
+    choice = choose_images(name, data_dir, progress=progress)
+    images = synthetic_images() if choice.folder is None else read_cifar10(choice.folder)
+    return replace(images, source=f"{images.source} {choice.why}") if choice.why else images
+
+
+def find_images(name: str, data_dir: Path | None, *, progress: Progress | None = None) -> tuple[str, Path | None]:
+    """("cifar10", its folder) or ("synthetic", None): what every rank can load without fetching."""
+    choice = choose_images(name, data_dir, progress=progress)
+    if choice.folder is not None:
+        read_cifar10(choice.folder)  # a damaged file is reported here, once, before any rank starts
+    return choice.name, choice.folder
+
+
+def choose_images(name: str, data_dir: Path | None, *, progress: Progress | None = None) -> Choice:
+    """Decide, and fetch if need be. A folder that the user named is used or refused, never passed over."""
+    if name not in DATA_NAMES:
+        raise DataError(f"There is no data set {name!r}.", action=f"Use one of {', '.join(DATA_NAMES)}.")
+    if name == "synthetic":
+        return Choice("synthetic", None)
+    folder = _folder_at_hand(data_dir)
+    if folder is not None:
+        return Choice("cifar10", folder, "Chosen because it is at hand." if name == "auto" else "")
+    if name == "cifar10":
+        return Choice("cifar10", fetch_cifar10(user_cache(), progress=progress).resolve())
+    try:
+        folder = fetch_cifar10(user_cache(), progress=progress, time_limit_s=AUTO_TIME_LIMIT_S)
+    except DataError as error:
+        return Choice("synthetic", None, f"Chosen because CIFAR-10 is not at hand: {error.message}")
+    return Choice("cifar10", folder.resolve(), "Chosen because it could be fetched.")
+
+
+def _folder_at_hand(data_dir: Path | None) -> Path | None:
+    """The user's folder, the variable's folder or the filled cache, in this order."""
+    if data_dir is not None:
+        return _required_folder(data_dir, f"--data-dir {data_dir}")
+    if variable := os.environ.get(DATA_VARIABLE):
+        return _required_folder(Path(variable), f"The environment variable {DATA_VARIABLE} ({variable})")
+    cached = find_folder(user_cache())
+    return cached.resolve() if cached is not None else None
+
+
+def _required_folder(folder: Path, described: str) -> Path:
+    found = find_folder(folder.expanduser())
+    if found is None:
+        cause = "the folder holds none" if folder.expanduser().is_dir() else "there is no such folder"
+        raise DataError(
+            f"{described} does not lead to CIFAR-10: {cause}.",
+            action="Point it to the folder that holds cifar-10-batches-py, or leave it out to use the cache.",
+        )
+    return found.resolve()

@@ -1,0 +1,286 @@
+"""The launcher: results, blame, ends, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import launcher_programs as programs
+import pytest
+
+import syncline
+from syncline.errors import DataError, RankFailed, UsageError
+from syncline.launcher.local import cores, default_threads, oversubscription, run_ranks
+
+PROGRAM = Path(programs.__file__)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def rank_pids(ready: Path, workers: int) -> list[int]:
+    wait_until(lambda: len(list(ready.glob("*.pid"))) == workers, 60, "all ranks ready")
+    return [int((ready / f"{rank}.pid").read_text()) for rank in range(workers)]
+
+
+@contextmanager
+def launcher_process(
+    function: str, workers: int, tmp_path: Path, *, log_dir: str = ""
+) -> Iterator[tuple[subprocess.Popen[str], list[int], Path]]:
+    """A launcher in a process group of its own, with its ranks' pids and the folder for its temporary files."""
+    ready, scratch = tmp_path / "ready", tmp_path / "scratch"
+    ready.mkdir()
+    scratch.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM), function, str(workers), log_dir],
+        env={**os.environ, "TEST_READY": str(ready), "TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process, rank_pids(ready, workers), scratch
+        finally:
+            process.kill()
+
+
+def session_members(session: int) -> list[int]:
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if is_alive(pid) and _session(pid) == session]
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return -1
+
+
+def test_results_come_by_rank_with_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SET_LATE", "yes")
+    results = run_ranks(programs.rank_and_environment, workers=3, log_dir=None)
+    assert [rank for rank, _ in results] == [0, 1, 2]
+    environment = results[2][1]
+    assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
+    assert environment["LOCAL_RANK"] == "2"
+    assert environment["MASTER_ADDR"] == "127.0.0.1"
+    assert environment["OMP_NUM_THREADS"] == str(default_threads(3))
+    assert environment["SET_LATE"] == "yes"
+
+
+def test_all_reduce_works_and_can_be_launched_again() -> None:
+    for workers in (1, 2):
+        assert run_ranks(programs.all_reduce_once, workers=workers, log_dir=None) == [workers] * workers
+
+
+def test_launch_takes_lambdas_and_their_surroundings() -> None:
+    factor = 7
+    assert syncline.launch(lambda x: x * factor, 6, workers=2, threads=1) == [42, 42]
+
+
+def test_launch_from_another_thread() -> None:
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.extend(syncline.launch(lambda: 1, workers=2, threads=1)))
+    thread.start()
+    thread.join()
+    assert results == [1, 1]
+
+
+def test_unguarded_script_launches_its_own_functions(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import syncline\nclass Thing:\n    pass\ndef work():\n    return Thing()\n"
+        "print(all(type(thing) is Thing for thing in syncline.launch(work, workers=2, threads=1)))\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+def test_output_of_rank_0_stays_and_others_go_to_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(lambda: print("rank", os.environ["RANK"]), workers=2, log_dir=tmp_path)
+    assert capfd.readouterr().out == "rank 0\n"
+    assert (tmp_path / "rank-1.stdout.log").read_text() == "rank 1\n"
+
+
+@pytest.mark.parametrize("attempt", range(2))
+@pytest.mark.parametrize("culprit", range(3))
+def test_own_exception_is_blamed_while_others_are_in_a_collective(culprit: int, attempt: int) -> None:
+    with pytest.raises(RankFailed, match="fault of rank") as caught:
+        run_ranks(programs.raise_on, (culprit,), workers=3, log_dir=None)
+    assert caught.value.rank == culprit
+    assert f"the fault of rank {culprit}" in caught.value.traceback_text
+    assert "in raise_on" in caught.value.traceback_text
+    assert "launcher/rank.py" not in caught.value.traceback_text
+
+
+def test_slow_culprit_is_blamed_although_others_fail_first() -> None:
+    with pytest.raises(RankFailed, match="fault of rank") as caught:
+        run_ranks(programs.raise_slowly_after_leaving_the_group, (1,), workers=3, log_dir=None)
+    assert caught.value.rank == 1
+
+
+def test_contract_error_comes_before_broken_connections() -> None:
+    with pytest.raises(RankFailed, match="ContractError") as caught:
+        run_ranks(programs.raise_contract_error_on, (2,), workers=3, log_dir=None)
+    assert caught.value.rank == 2
+
+
+def test_earliest_of_several_own_exceptions_counts_the_others(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="from rank") as caught:
+        run_ranks(programs.raise_everywhere, workers=2, log_dir=tmp_path)
+    assert caught.value.rank == 0
+
+
+@pytest.mark.parametrize("culprit", range(3))
+def test_killed_rank_is_blamed(culprit: int, tmp_path: Path) -> None:
+    with launcher_process("all_reduce_for_ever", 3, tmp_path) as (process, pids, _):
+        os.kill(pids[culprit], signal.SIGKILL)
+        out, err = process.communicate(timeout=30)
+        assert process.returncode == 1
+        assert out.startswith(f"RankFailed: [rank {culprit}] killed by SIGKILL"), out + err
+        wait_until(lambda: not any(map(is_alive, pids)), 10, "all ranks gone")
+
+
+def test_rank_that_somebody_terminated_is_blamed(tmp_path: Path) -> None:
+    with launcher_process("all_reduce_for_ever", 2, tmp_path) as (process, pids, _):
+        os.kill(pids[1], signal.SIGTERM)
+        out, _ = process.communicate(timeout=30)
+        assert out == f"RankFailed: [rank 1] killed by SIGTERM from process {os.getpid()}.\n"
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "words"),
+    [
+        (programs.exit_on, 3, "SystemExit: 3"),
+        (programs.vanish_on, 3, "exit code 3"),
+        (programs.vanish_on, 0, "exit code 0"),
+        (programs.kill_self_on, signal.SIGSEGV, "SIGSEGV"),
+    ],
+)
+def test_other_ways_to_leave_are_failures(function: Callable[..., None], argument: int, words: str) -> None:
+    with pytest.raises(RankFailed, match=words) as caught:
+        run_ranks(function, (1, argument), workers=2, log_dir=None)
+    assert caught.value.rank == 1
+
+
+def test_usage_error_of_a_rank_is_raised_as_it_was() -> None:
+    with pytest.raises(DataError, match="No such data set") as caught:
+        run_ranks(programs.refuse_data, (1,), workers=2, log_dir=None)
+    assert caught.value.action == "Name another."
+    assert caught.value.exit_code == 2
+
+
+def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    with launcher_process("block_in_a_collective", 3, tmp_path) as (process, pids, scratch):
+        process.kill()
+        wait_until(lambda: not any(map(is_alive, pids)), 10, "all ranks gone")
+        wait_until(lambda: not session_members(process.pid), 10, "fork server gone")
+        assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_everything_with_one_line(number: int, whole_group: bool, tmp_path: Path) -> None:
+    with launcher_process("block_in_a_collective", 3, tmp_path) as (process, pids, scratch):
+        send = os.killpg if whole_group else os.kill
+        send(process.pid, number)
+        with_impatience = number == signal.SIGINT and not whole_group
+        if with_impatience:
+            send(process.pid, number)
+        out, err = process.communicate(timeout=20)
+        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        assert (out, err) == (f"Interrupted: Stopped by {name}; every rank has ended.\n", "")
+        assert process.returncode == 130
+        wait_until(lambda: not session_members(process.pid), 10, "nobody left")
+        assert not any(map(is_alive, pids))
+        assert list(scratch.iterdir()) == []
+
+
+def test_interrupt_ends_ranks_that_linger_after_returning(tmp_path: Path) -> None:
+    with launcher_process("linger", 2, tmp_path) as (process, pids, _):
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=20)
+        assert out.startswith("Interrupted")
+        assert not any(map(is_alive, pids))
+
+
+def test_nothing_is_left_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(programs.all_reduce_once, workers=2, log_dir=None)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    open_files = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        run_ranks(programs.all_reduce_once, workers=2, log_dir=None)
+        with pytest.raises(RankFailed):
+            run_ranks(programs.raise_on, (1,), workers=2, log_dir=None)
+    assert list(tmp_path.iterdir()) == []
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    assert len(os.listdir("/proc/self/fd")) <= open_files + 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+def test_every_socket_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_LAUNCHER", str(os.getpid()))
+    found = run_ranks(programs.listening_addresses, workers=2, log_dir=None)
+    assert all(found)
+    assert {address for addresses in found for address in addresses} == {"0100007F"}
+
+
+def test_forked_children_of_a_rank_can_be_terminated() -> None:
+    assert run_ranks(programs.signals_in_a_forked_child, workers=1, log_dir=None) == [-signal.SIGTERM]
+
+
+def test_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"Port {port} is in use"):
+            run_ranks(programs.all_reduce_once, workers=1, log_dir=None, port=port)
+
+
+def test_chosen_port_is_the_one_that_ranks_see() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    results = run_ranks(programs.rank_and_environment, workers=1, log_dir=None, port=port)
+    assert results[0][1]["MASTER_PORT"] == str(port)
+
+
+@pytest.mark.parametrize("settings", [{"workers": 0}, {"workers": -1}, {"workers": 1, "threads": 0}])
+def test_numbers_that_cannot_work_are_refused(settings: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match="cannot run"):
+        syncline.launch(programs.all_reduce_once, **settings)
+
+
+def test_function_that_cannot_be_sent_is_refused() -> None:
+    lock = threading.Lock()
+    with pytest.raises(UsageError, match="cannot be sent"):
+        syncline.launch(lambda: lock, workers=1)
+
+
+def test_threads_fill_the_cores() -> None:
+    assert default_threads(1) == cores()
+    assert default_threads(10 * cores()) == 1
+    assert oversubscription(1, cores()) is None
+    assert "share" in (oversubscription(2, cores()) or "")

@@ -1,0 +1,183 @@
+"""The launcher's pure parts: placement from the environment, kinds of errors, and the verdict on a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from syncline.errors import ContractError, DeadlineError, PlanError, RankFailed, UsageError
+from syncline.launcher.environment import placement_from_environment
+from syncline.launcher.outcome import OutcomeFile, kind_of, read_outcome
+from syncline.launcher.verdict import Ending, judge
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "job",
+}
+WELL = Ending(exit_code=0, last_alive=0.0, asked=False, forced=False)
+TOLD_TO_STOP = Ending(exit_code=143, last_alive=5.0, asked=True, forced=False)
+
+
+def test_no_launcher_means_no_placement() -> None:
+    assert placement_from_environment({"MASTER_ADDR": "somewhere"}) is None
+
+
+def test_placement_under_torchrun() -> None:
+    place = placement_from_environment(TORCHRUN)
+    assert place is not None
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (5, 8, 1, 4)
+    assert (place.host_index, place.num_hosts, place.run_id) == (1, 2, "job")
+    assert (place.master_addr, place.master_port, place.launcher) == ("10.0.0.1", 29500, "torchrun")
+
+
+def test_hosts_follow_from_sizes_where_they_are_not_said() -> None:
+    place = placement_from_environment({k: v for k, v in TORCHRUN.items() if "GROUP" not in k})
+    assert place is not None
+    assert (place.host_index, place.num_hosts) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+)
+def test_missing_variable_is_named(name: str) -> None:
+    with pytest.raises(UsageError, match=f"but not {name}"):
+        placement_from_environment({k: v for k, v in TORCHRUN.items() if k != name})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("RANK", "8"),
+        ("RANK", "-1"),
+        ("RANK", "one"),
+        ("WORLD_SIZE", "0"),
+        ("LOCAL_RANK", "4"),
+        ("LOCAL_WORLD_SIZE", "9"),
+        ("GROUP_RANK", "2"),
+        ("GROUP_WORLD_SIZE", "1"),
+        ("GROUP_WORLD_SIZE", "9"),
+        ("MASTER_PORT", "70000"),
+    ],
+)
+def test_contradiction_names_the_variable(name: str, text: str) -> None:
+    with pytest.raises(UsageError, match=f"variable {name} "):
+        placement_from_environment({**TORCHRUN, name: text})
+
+
+def chained(outer: Exception, inner: Exception) -> Exception:
+    outer.__cause__ = inner
+    return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("Connection closed by peer"), "own"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "own"),
+        (ContractError("shapes differ"), "own"),
+        (chained(ContractError("shapes differ"), DeadlineError("late")), "own"),
+        (DeadlineError("late"), "communication"),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer"), "communication"),
+        (chained(ValueError("step failed"), RuntimeError("Broken pipe")), "communication"),
+        (dist.DistNetworkError("gone"), "communication"),
+        (SystemExit(3), "own"),
+    ],
+)
+def test_kind_of_error(error: BaseException, kind: str) -> None:
+    assert kind_of(error) == kind
+
+
+def test_first_final_state_stands(tmp_path: Path) -> None:
+    outcome = OutcomeFile(tmp_path, 0)
+    outcome.raised(ValueError("first"))
+    outcome.stopped("SIGTERM")
+    final = read_outcome(tmp_path, 0)
+    assert final is not None
+    assert (final.state, final.message, final.pid) == ("raised", "first", os.getpid())
+
+
+def test_own_failure_comes_before_earlier_echo(tmp_path: Path) -> None:
+    OutcomeFile(tmp_path, 0).raised(DeadlineError("late"))
+    OutcomeFile(tmp_path, 1).raised(ValueError("mine"))
+    OutcomeFile(tmp_path, 2).raised(ValueError("mine too"))
+    error = judge(tmp_path, [WELL, WELL, WELL], keeps_logs=False)
+    assert str(error) == "[rank 1] ValueError: mine (1 other rank failed too)"
+
+
+def test_process_killed_by_another_is_told_from_those_that_the_launcher_ended(tmp_path: Path) -> None:
+    for rank in range(3):
+        OutcomeFile(tmp_path, rank)
+    OutcomeFile(tmp_path, 0).raised(DeadlineError("late"))
+    by_us = Ending(exit_code=-9, last_alive=1.0, asked=True, forced=True)
+    by_others = Ending(exit_code=-9, last_alive=3.0, asked=True, forced=False)
+    error = judge(tmp_path, [WELL, by_us, by_others], keeps_logs=False)
+    assert isinstance(error, RankFailed)
+    assert error.rank == 2
+    assert "SIGKILL" in str(error)
+    assert "out of memory" in str(error)
+
+
+def test_rank_that_never_started_is_blamed(tmp_path: Path) -> None:
+    OutcomeFile(tmp_path, 0)
+    error = judge(tmp_path, [TOLD_TO_STOP, Ending(1, 0.0, False, False)], keeps_logs=False)
+    assert (error.rank, "before it could start" in str(error)) == (1, True)
+
+
+def test_all_stopped_is_still_an_error(tmp_path: Path) -> None:
+    OutcomeFile(tmp_path, 0).stopped("SIGINT")
+    assert "from outside" in str(judge(tmp_path, [TOLD_TO_STOP], keeps_logs=False))
+
+
+def test_usage_error_survives_an_unpicklable_attribute(tmp_path: Path) -> None:
+    error = PlanError("bad key", action="Remove it.")
+    error.__dict__["handle"] = (tmp_path / "open").open("w")
+    OutcomeFile(tmp_path, 0).raised(error)
+    error.__dict__["handle"].close()
+    assert str(judge(tmp_path, [WELL], keeps_logs=False)) == "bad key Remove it."
+
+
+def test_log_file_is_named_where_it_stays(tmp_path: Path) -> None:
+    OutcomeFile(tmp_path, 0).raised(ValueError("mine"))
+    (tmp_path / "rank-0.stderr.log").write_text("words")
+    assert "rank-0.stderr.log" in str(judge(tmp_path, [WELL], keeps_logs=True))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_rank_of_another_launcher_ends_with_its_parent(number: int, tmp_path: Path) -> None:
+    """The child tells its pid, watches its parent and sleeps; on_stop leaves a note."""
+    child = (
+        "import os, sys, time; from syncline.launcher import watch; watch.watch_parent();"
+        "watch.on_stop(lambda: open('note', 'w').close()); print(os.getpid(), flush=True); time.sleep(600)"
+    )
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    with process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        victim = process.pid if number == signal.SIGKILL else pid
+        os.kill(victim, number)
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.kill()
+    assert (tmp_path / "note").exists()
+
+
+def test_outcome_file_is_plain_json(tmp_path: Path) -> None:
+    OutcomeFile(tmp_path, 3).finished()
+    assert json.loads((tmp_path / "outcomes" / "rank-3.json").read_text())["state"] == "finished"
