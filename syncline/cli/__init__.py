@@ -1,1 +1,30 @@
 """Composition root: the command line, one verb per question."""
+
+from __future__ import annotations
+
+import sys
+
+from syncline.errors import Interrupted, RankFailed, SynclineError
+
+
+def main() -> None:
+    """Run a verb. Our own errors become one line on stderr and their exit code; nothing else is caught."""
+    from syncline.cli.app import app
+
+    try:
+        app()
+    except RankFailed as error:
+        if error.traceback_text:
+            print(error.traceback_text.rstrip(), file=sys.stderr)
+        _fail(error)
+    except SynclineError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        _fail(Interrupted("stopped by Ctrl-C."))
+
+
+def _fail(error: SynclineError) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")  # a rank that was ended may have hidden the cursor
+    print(f"syncline: {error}", file=sys.stderr, flush=True)
+    sys.exit(error.exit_code)

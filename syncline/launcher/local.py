@@ -169,19 +169,23 @@ def _run(task: Task, workers: int, listener: socket.socket, noted: list[int]) ->
     from syncline.launcher.verdict import judge
 
     folder = Path(task.log_dir)
+    _raise_if_interrupted(noted)
     # A thread of its own: the main thread then only notes signals, and none of them can interrupt the agent
     # between starting a rank and remembering that it did.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="syncline-agent") as pool:
         run_id = uuid.uuid4().hex[:12]
         succeeded, endings = pool.submit(run_agent, task, workers, listener, run_id, lambda: bool(noted)).result()
-    if noted:
-        name = signal.Signals(noted[0]).name
-        asked = "Ctrl-C" if name == "SIGINT" else name
-        raise Interrupted(f"Stopped by {asked}; every rank has ended.")
+    _raise_if_interrupted(noted)
     results = [result_path(folder, rank) for rank in range(workers)]
     if not succeeded or not all(path.is_file() for path in results):
         raise judge(folder, endings, keeps_logs=str(folder) not in task.leftovers)
     return [_taken(path) for path in results]
+
+
+def _raise_if_interrupted(noted: list[int]) -> None:
+    if noted:
+        name = signal.Signals(noted[0]).name
+        raise Interrupted(f"Stopped by {'Ctrl-C' if name == 'SIGINT' else name}; every rank has ended.")
 
 
 def _taken(path: Path) -> Any:

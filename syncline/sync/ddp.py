@@ -2,17 +2,17 @@
 
 Gradients are packed into buckets that are all-reduced while backward still runs. The transfers are torch's own; a
 communication hook that does what DDP does without one writes them into the event log.
-"""
 
-from __future__ import annotations
+DDP looks at the hook's annotations as objects, so this file does not postpone them.
+"""
 
 import time
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from syncline.comm.communicator import Communicator
@@ -20,9 +20,6 @@ from syncline.comm.torch_backend import TorchCommunicator
 from syncline.errors import PlanError
 from syncline.spans import EventLog
 from syncline.sync.base import GradientSync
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import GradBucket
 
 
 class DDP(GradientSync):

@@ -1,6 +1,6 @@
 """Which images a run trains on and where they are: decides between folder, cache and fetch.
 
-The launcher calls `find_images` once: it fetches if need be and checks every byte. The ranks then load from
+The launcher calls `choose_images` once: it fetches if need be and checks every byte. The ranks then load from
 the folder that it returned, and never fetch.
 """
 
@@ -32,17 +32,17 @@ class Choice:
 
 def load_images(name: str, data_dir: Path | None, *, progress: Progress | None = None) -> ImageSet:
     """The images in memory, verified. `source` says where they come from, for "auto" also why these."""
-    choice = choose_images(name, data_dir, progress=progress)
+    return _load(choose_images(name, data_dir, progress=progress))
+
+
+def _load(choice: Choice) -> ImageSet:
     images = synthetic_images() if choice.folder is None else read_cifar10(choice.folder)
     return replace(images, source=f"{images.source} {choice.why}") if choice.why else images
 
 
-def find_images(name: str, data_dir: Path | None, *, progress: Progress | None = None) -> tuple[str, Path | None]:
-    """("cifar10", its folder) or ("synthetic", None): what every rank can load without fetching."""
-    choice = choose_images(name, data_dir, progress=progress)
-    if choice.folder is not None:
-        read_cifar10(choice.folder)  # a damaged file is reported here, once, before any rank starts
-    return choice.name, choice.folder
+def check_images(choice: Choice) -> str:
+    """Read it once, so that a damaged file is reported before any rank starts; the sentence on the data."""
+    return _load(choice).source
 
 
 def choose_images(name: str, data_dir: Path | None, *, progress: Progress | None = None) -> Choice:

@@ -1,0 +1,35 @@
+"""The table from verb to function."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import syncline
+from syncline.cli.compare import compare
+from syncline.cli.data import data
+from syncline.cli.runs import methods, runs
+from syncline.cli.train import train
+from syncline.cli.verify import verify
+
+app = typer.Typer(
+    name="syncline",
+    help="Data-parallel training you can see through.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for verb in (train, compare, verify, methods, runs, data):
+    app.command()(verb)
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(syncline.__version__)
+        raise typer.Exit

@@ -1,0 +1,71 @@
+"""syncline compare: what each method costs, side by side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from syncline.cli import options
+from syncline.errors import PlanError
+from syncline.plan import METHODS, Plan, load_plan
+from syncline.report.tables import comparison_table
+from syncline.store import create_run
+
+
+def compare(
+    plan: Annotated[Path | None, typer.Argument(help="A plan (TOML) to start from.")] = None,
+    methods: Annotated[str, typer.Option(help="Methods to compare, with commas between.")] = ",".join(METHODS),
+    model: options.Model = None,
+    data: options.Data = None,
+    data_dir: options.DataDir = None,
+    workers: options.Workers = None,
+    threads: options.Threads = None,
+    global_batch: options.GlobalBatch = None,
+    steps: Annotated[int, typer.Option(help="Timed steps of each method.")] = 10,
+    warmup: Annotated[int, typer.Option(help="Steps of each method before the timed ones.")] = 2,
+    seed: options.Seed = None,
+    settings: options.Settings = None,
+    run_dir: options.RunDir = None,
+    port: options.Port = 0,
+    as_json: options.Json = False,
+) -> None:
+    """Time the methods side by side.
+
+    They take turns step by step on the same batches, in one world of ranks.
+    """
+    names = method_names(methods)
+    flags = {
+        "model": model, "data": data, "data_dir": str(data_dir) if data_dir else None, "workers": workers,
+        "threads": threads, "global_batch": global_batch, "steps": steps, "measure.warmup": warmup, "seed": seed,
+        "method": next((name for name in names if name != "single"), "single"), **options.parse_settings(settings),
+    }  # fmt: skip
+    chosen = options.resolved(load_plan(plan, flags), quiet=as_json)
+    run = create_run(run_dir, kind="compare", plan=chosen, label=str(chosen.workers))
+    from syncline import worker
+
+    with options.running(run):
+        rows = options.on_ranks(worker.compare, (chosen, run, names, as_json), chosen, run.logs, port)
+        summary = {"workers": chosen.workers, "global_batch": chosen.global_batch, "rows": rows}
+        run.write_summary(summary)
+    if as_json:
+        options.print_json({"run": str(run.path), **summary})
+    else:
+        _show(chosen, rows, str(run.path))
+
+
+def method_names(text: str) -> list[str]:
+    """The names in a list with commas; an unknown one is refused as the plan would."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise PlanError("no method is named.", action=f"Take some of {', '.join(METHODS)}.")
+    for name in names:
+        load_plan(None, {"method": name})
+    return list(dict.fromkeys(names))
+
+
+def _show(plan: Plan, rows: list[dict[str, Any]], run: str) -> None:
+    title = f"{plan.model} on {plan.data}, global batch {plan.global_batch}, {plan.workers} workers"
+    comparison_table(rows, title=title, steps=plan.steps or 0, warmup=plan.measure.warmup)
+    print(f"run folder {run}; next: syncline verify --workers {plan.workers}")

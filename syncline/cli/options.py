@@ -1,0 +1,92 @@
+"""What the verbs share: plan flags, data progress, starting ranks with a run folder, JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from syncline.errors import Interrupted, PlanError, SynclineError
+from syncline.launcher.local import oversubscription, run_ranks, start_fork_server
+from syncline.plan import Plan
+from syncline.store import RunFolder
+from syncline.units import format_bytes
+
+Model = Annotated[str | None, typer.Option(help="Model: vgg11, cnn, mlp, or your own as module:callable.")]
+Data = Annotated[str | None, typer.Option(help="Data: auto, cifar10 or synthetic.")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data (or set SYNCLINE_DATA).")]
+Workers = Annotated[int | None, typer.Option(help="Number of ranks.")]
+Threads = Annotated[int | None, typer.Option(help="Compute threads per worker; default cores / workers.")]
+GlobalBatch = Annotated[int | None, typer.Option(help="Samples per step over all workers.")]
+Seed = Annotated[int | None, typer.Option(help="Start of all randomness.")]
+RunDir = Annotated[Path | None, typer.Option(help="Where the run is written; default runs/DATE-….")]
+Port = Annotated[int, typer.Option(help="Port on which ranks meet; 0 takes a free one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="Any plan key, as KEY=VALUE; e.g. optimizer.learning_rate=0.05.")
+]
+PrintPlan = Annotated[bool, typer.Option("--print-plan", help="Print the resolved plan as TOML and stop.")]
+
+
+def parse_settings(settings: Sequence[str] | None) -> dict[str, Any]:
+    """`optimizer.learning_rate=0.05` as a plan override; a value that is not TOML is taken as text."""
+    parsed: dict[str, Any] = {}
+    for setting in settings or ():
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise PlanError(f"--set {setting!r} has no '='.", action="Write it as --set KEY=VALUE.")
+        try:
+            parsed[key.strip()] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed[key.strip()] = text.strip()
+    return parsed
+
+
+def resolved(plan: Plan, *, quiet: bool) -> Plan:
+    """The plan with data and threads filled in; says which data it is and whether cores are short."""
+    from syncline.resolve import resolve
+
+    start_fork_server(["syncline.worker"])  # it loads torch while the data is checked
+    plan, sentence = resolve(plan, ranks_per_host=plan.workers, progress=show_fetch)
+    if not quiet:
+        print(sentence)
+    warning = oversubscription(plan.workers, plan.threads or 1)
+    if warning:
+        print(warning, file=sys.stderr)
+    return plan
+
+
+@contextmanager
+def running(run: RunFolder) -> Iterator[None]:
+    """Whatever ends the ranks, the run folder says how it ended."""
+    try:
+        yield
+    except SynclineError as error:
+        run.set_status("stopped" if isinstance(error, Interrupted) else "failed")
+        raise
+    run.set_status("finished")
+
+
+def on_ranks(function: Callable[..., Any], args: tuple[Any, ...], plan: Plan, log_dir: Path | None, port: int) -> Any:
+    """Run a worker function on the plan's ranks; rank 0's result."""
+    results = run_ranks(
+        function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads,
+        preload=["syncline.worker"], port=port,
+    )  # fmt: skip
+    return results[0]
+
+
+def print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2))
+
+
+def show_fetch(what: str, done: int, total: int | None) -> None:
+    if sys.stderr.isatty():
+        of = f" of {format_bytes(total)}" if total else ""
+        print(f"\r{what}: {format_bytes(done)}{of}   ", end="", file=sys.stderr, flush=True)

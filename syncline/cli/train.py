@@ -1,0 +1,98 @@
+"""syncline train: train a model on many workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from syncline.cli import options
+from syncline.errors import Interrupted, RunFolderError
+from syncline.plan import Plan, load_plan
+from syncline.store import RunFolder, create_run, open_run
+from syncline.units import format_seconds
+
+
+def train(
+    plan: Annotated[Path | None, typer.Argument(help="A plan (TOML); with --resume, a run folder.")] = None,
+    model: options.Model = None,
+    data: options.Data = None,
+    data_dir: options.DataDir = None,
+    method: Annotated[str | None, typer.Option(help="How gradients travel; see `syncline methods`.")] = None,
+    workers: options.Workers = None,
+    threads: options.Threads = None,
+    global_batch: options.GlobalBatch = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training set; default 1.")] = None,
+    seed: options.Seed = None,
+    settings: options.Settings = None,
+    eval_per_rank: Annotated[
+        bool | None, typer.Option("--eval-per-rank", help="Also test with each rank's own batch-norm statistics.")
+    ] = None,
+    run_dir: options.RunDir = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the last run, or the one given.")] = False,
+    port: options.Port = 0,
+    print_plan: options.PrintPlan = False,
+    as_json: options.Json = False,
+) -> None:
+    """Train a model on many workers, with one method."""
+    flags = {
+        "model": model, "data": data, "data_dir": str(data_dir) if data_dir else None, "method": method,
+        "workers": workers, "threads": threads, "global_batch": global_batch, "steps": steps, "epochs": epochs,
+        "seed": seed, "eval_per_rank": eval_per_rank, **options.parse_settings(settings),
+    }  # fmt: skip
+    if resume:
+        if run_dir is not None or any(value is not None for value in flags.values()):
+            raise RunFolderError("--resume continues a run as it was planned: give no other plan flags with it.")
+        run, chosen = _resumable(plan)
+    else:
+        chosen = options.resolved(load_plan(plan, flags), quiet=as_json or print_plan)
+    if print_plan:
+        print(chosen.to_toml(), end="")
+        return
+    if not resume:
+        run = create_run(run_dir, kind="train", plan=chosen, label=f"{chosen.method}-{chosen.workers}")
+    _show(run, _run(run, chosen, resume=resume, port=port, quiet=as_json), as_json=as_json)
+
+
+def _resumable(path: Path | None) -> tuple[RunFolder, Plan]:
+    run = open_run(path)
+    info = run.info()
+    if info["kind"] != "train":
+        raise RunFolderError(f"{run.path} is a {info['kind']} run, which cannot be continued.")
+    if info["status"] == "finished":
+        raise RunFolderError(f"{run.path} is finished.", action="Start a new run.")
+    chosen = options.resolved(run.plan(), quiet=True)
+    run.set_status("running")
+    return run, chosen
+
+
+def _run(run: RunFolder, plan: Plan, *, resume: bool, port: int, quiet: bool) -> dict[str, Any]:
+    from syncline import worker
+
+    if not quiet:
+        print(f"{plan.model}, {plan.method}, {plan.workers} x {plan.threads} threads; run folder {run.path}")
+    try:
+        with options.running(run):
+            summary: dict[str, Any] = options.on_ranks(worker.train, (plan, run, resume, quiet), plan, run.logs, port)
+    except Interrupted as error:
+        raise Interrupted(
+            f"{error.message} What was done is in {run.path}.",
+            action=f"Continue with: syncline train --resume {run.path}",
+        ) from None
+    return summary
+
+
+def _show(run: RunFolder, summary: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        options.print_json({"run": str(run.path), **summary})
+        return
+    step = summary["step"]
+    if step:
+        print(
+            f"average step {format_seconds(step['mean_s'])} over {step['counted']} steps "
+            f"(first {step['warmup']} discarded), median {format_seconds(step['median_s'])}, "
+            f"spread {format_seconds(step['spread_s'])}; {summary['images_per_s']:.0f} images/s"
+        )
+    print(f"run folder {run.path}; next: syncline compare")

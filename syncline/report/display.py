@@ -1,0 +1,57 @@
+"""What a person sees while a run goes on: lines on stdout, a progress bar on stderr where that is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class Display:
+    """Shows steps and lines. Quiet: the bar only; on ranks other than 0: nothing at all."""
+
+    def __init__(self, *, rank: int = 0, quiet: bool = False, unit: str = "step") -> None:
+        self._shown = rank == 0
+        self._lines = self._shown and not quiet
+        self._unit = unit
+        self._console = Console(stderr=True)
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._shown and self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description} {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(),
+                TextColumn("left"),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task(self._unit, total=1, figures="")
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, step: int, total: int, loss: float, images_per_s: float) -> None:
+        self.progress(step, total, f"loss {loss:.3f} (rank 0)  {images_per_s:.0f} images/s")
+
+    def progress(self, done: int, total: int, figures: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total, figures=figures)
+
+    def line(self, text: str) -> None:
+        if not self._lines:
+            return
+        if self._bar is not None and sys.stdout.isatty():
+            self._console.print(text, highlight=False)
+        else:
+            print(text, flush=True)

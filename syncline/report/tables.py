@@ -1,0 +1,83 @@
+"""Tables for the terminal: draws rows that were computed elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from syncline.units import format_seconds
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", caption: str = "") -> None:
+    """The first column left, the others right. Where there is no terminal to fit, nothing is cut."""
+    table = Table(title=title or None, caption=caption or None, title_justify="left", caption_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    (console if console.is_terminal else Console(width=200)).print(table)
+
+
+def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, warmup: int) -> None:
+    columns = ["method", "workers x threads", "step", "spread", "images/s", "speed-up", "time / ddp", "loss"]
+    cells = [
+        [
+            row["label"],
+            f"{row['workers']} x {row['threads']}",
+            format_seconds(row["step"]["median_s"]),
+            format_seconds(row["step"]["spread_s"]),
+            f"{row['images_per_s']:.0f}",
+            _ratio(row.get("speedup"), is_baseline=row["label"] == "single"),
+            _ratio(row.get("ratio_to_ddp"), is_baseline=row["label"] == "ddp"),
+            f"{row['loss']:.4f}",
+        ]
+        for row in rows
+    ]
+    caption = (
+        f"Median of {steps} steps, methods taking turns; {warmup} warm-up steps each are cut. Spread: between the\n"
+        "quartiles. Speed-up: against single with one worker's threads. Loss: of the last step, same batches.\n"
+        "= : no difference, 1 lies inside the spread of the ratio."
+    )
+    print_table(columns, cells, title=title, caption=caption)
+
+
+def _ratio(ratio: dict[str, Any] | None, *, is_baseline: bool) -> str:
+    if ratio is None:
+        return "-"
+    if is_baseline:
+        return "1"
+    equal = "= " if ratio["no_difference"] else ""
+    return f"{equal}{ratio['median']:.2f} ±{ratio['spread'] / 2:.2f}"
+
+
+def certificate_table(rows: Sequence[dict[str, Any]]) -> None:
+    columns = ["workers, model, method", "same shards in sequence", "one worker, whole batch", "drift"]
+    cells = [
+        [
+            f"{row['workers']}  {row['model']}  {row['method']}",
+            describe(row["sequential"]),
+            describe(row["one_worker"]),
+            f"{row['drift']:.1e}",
+        ]
+        for row in rows
+    ]
+    caption = (
+        "Gradients from identical weights. Order: equal up to the order of summation, with the largest error as a\n"
+        "share of its bound. Drift: largest difference of a weight after free-running steps; shown, not judged."
+    )
+    print_table(columns, cells, caption=caption)
+
+
+def describe(verdict: dict[str, Any]) -> str:
+    status = verdict["status"]
+    if status == "bitwise":
+        return "bitwise equal"
+    if status == "order":
+        return f"equal but for order ({verdict['ratio']:.2g})"
+    if status == "explained":
+        return f"differs: {verdict['cause']}; equal without"
+    return f"WRONG at {verdict['where']} ({verdict['ratio']:.2g} x the bound)"

@@ -1,0 +1,244 @@
+"""Composition root: one rank's life, from its place in the world to its result.
+
+The same plan runs under Syncline's own launcher (`syncline train`) and under anybody else's:
+
+    torchrun --nproc-per-node 4 -m syncline.worker plan.toml
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from syncline.comm import Communicator, instrumented
+from syncline.comm.threads import ThreadCommunicator, ThreadWorld
+from syncline.comm.torch_backend import connect
+from syncline.errors import PlanError, SynclineError
+from syncline.launcher import watch
+from syncline.launcher.environment import Placement, placement_from_environment
+from syncline.launcher.local import cores
+from syncline.measure.certify import Certifier
+from syncline.measure.compare import Comparison, contenders
+from syncline.measure.statistics import timing
+from syncline.plan import Plan, load_plan
+from syncline.report.display import Display
+from syncline.resolve import resolve
+from syncline.spans import EventLog
+from syncline.store import RunFolder, create_run, open_run
+from syncline.sync import make_sync
+from syncline.train.batches import Batches
+from syncline.train.checkpoint import Progress
+from syncline.train.loop import Loop
+from syncline.train.step import Worker
+from syncline.workload.recipes import make_model, make_optimizer
+from syncline.workload.sharding import Sharding
+from syncline.workload.sources import load_images
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank that has joined its world."""
+
+    plan: Plan
+    communicator: Communicator
+    device: torch.device
+    log: EventLog
+
+    @property
+    def number(self) -> int:
+        return self.communicator.rank
+
+
+def train(plan: Plan, run: RunFolder, resume: bool, quiet: bool) -> dict[str, Any] | None:
+    """A rank's part in `syncline train`. Rank 0 returns the summary."""
+    with _joined(plan, run.path / "events") as rank:
+        return _train(rank, run, resume=resume, quiet=quiet)
+
+
+def compare(plan: Plan, run: RunFolder, methods: Sequence[str], quiet: bool) -> list[dict[str, Any]]:
+    """A rank's part in `syncline compare`: the rows of the table."""
+    with _joined(plan, run.path / "events") as rank, Display(rank=rank.number, quiet=quiet, unit="turn") as display:
+        batches, num_train, _ = _batches(rank)
+        entries = contenders(methods, threads=plan.threads or 1, cores=cores())
+        parts = (rank.communicator, batches, num_train, rank.device, rank.log, display)
+        return Comparison(plan, entries, *parts).run()
+
+
+def certify(plan: Plan, methods: Sequence[str], models: Sequence[str], quiet: bool) -> list[dict[str, Any]]:
+    """A rank's part in `syncline verify`: the certificates, on rank 0."""
+    rows = []
+    with _joined(plan, None) as rank, Display(rank=rank.number, quiet=quiet, unit="certificate") as display:
+        batches, _, _ = _batches(rank)
+        pairs = [(model, method) for model in models for method in methods]
+        for done, (model, method) in enumerate(pairs):
+            display.progress(done, len(pairs), f"{model} {method}")
+            certificate = _certifier(rank, plan.replace(model=model), method, batches).run()
+            if certificate is not None:
+                place = {"workers": plan.workers, "model": model, "method": method}
+                rows.append({**place, "passed": certificate.passed, **asdict(certificate)})
+    return rows
+
+
+def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifier:
+    world_size = rank.communicator.world_size
+    # One more than divides by the world size: uneven shards on purpose.
+    sharding = Sharding(1000, 4 * world_size + 1, plan.seed, rank.number, world_size)
+    rank.log.method = method
+    return Certifier(
+        communicator=rank.communicator,
+        make_sync=lambda communicator: make_sync(method, communicator),
+        make_model=lambda: make_model(plan, rank.device),
+        batches=batches,
+        sharding=sharding,
+        log=rank.log,
+    )
+
+
+def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str, Any] | None:
+    plan = rank.plan
+    batches, num_train, source = _batches(rank)
+    model = make_model(plan, rank.device)
+    rank.log.method = plan.method
+    sync = make_sync(plan.method, rank.communicator, log=rank.log, bucket_cap_mb=plan.options.bucket_cap_mb)
+    worker = Worker(model, sync.attach(model), sync, make_optimizer(plan, model), batches, rank.log)
+    sharding = Sharding(num_train, plan.global_batch, plan.seed, rank.number, plan.workers)
+    with Display(rank=rank.number, quiet=quiet) as display:
+        loop = Loop(plan, worker, sharding, rank.communicator, display, run.checkpoints)
+        progress, seconds = loop.run(resume=resume)
+    summary = _summary(plan, source, model, progress, seconds)
+    if rank.number != 0:
+        return None
+    run.write_summary(summary)
+    run.set_status("finished")
+    return summary
+
+
+def _summary(
+    plan: Plan, source: str, model: torch.nn.Module, progress: Progress, seconds: list[float]
+) -> dict[str, Any]:
+    measured = timing(seconds, warmup=plan.measure.warmup, window=plan.measure.window)
+    return {
+        "method": plan.method,
+        "workers": plan.workers,
+        "threads": plan.threads,
+        "data": source,
+        "steps": progress.step,
+        "timed_steps": len(seconds),
+        "step": asdict(measured) if measured else None,
+        "images_per_s": plan.global_batch / measured.median_s if measured else None,
+        "losses": progress.loss_lines,
+        "epochs": progress.epochs,
+        "weights_sha256": _digest(model),
+    }
+
+
+def _digest(model: torch.nn.Module) -> str:
+    """Two runs that end in the same place to the bit have the same digest."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _batches(rank: Rank) -> tuple[Batches, int, str]:
+    plan = rank.plan
+    images = load_images(plan.data, Path(plan.data_dir) if plan.data_dir else None)
+    batches = Batches(images, seed=plan.seed, device=rank.device, channels_last=plan.channels_last)
+    return batches, len(images.train_labels), images.source
+
+
+@contextmanager
+def _joined(plan: Plan, events: Path | None, backend: Communicator | None = None) -> Iterator[Rank]:
+    """This rank in its world. On an error nothing is torn down: a broken group may take minutes to close, and the
+    process is about to end."""
+    place = _placement(plan)
+    torch.set_num_threads(plan.threads or 1)
+    device = _device(plan, place)
+    backend = backend or _backend(plan, place)
+    log = EventLog(events and events / f"rank-{place.rank}.jsonl", rank=place.rank, world_size=place.world_size)
+    watch.on_stop(lambda: log.flush(force=True))
+    communicator = instrumented(backend, log, deadline_s=plan.deadline_s)
+    try:
+        yield Rank(plan, communicator, device, log)
+    except BaseException:
+        log.flush(force=True)
+        raise
+    log.close()
+    communicator.close()
+
+
+def _placement(plan: Plan) -> Placement:
+    place = placement_from_environment()
+    if place is None:
+        raise PlanError("no launcher gave this process a rank.", action="Start it with `syncline train` or torchrun.")
+    if place.world_size != plan.workers:
+        raise PlanError(
+            f"the plan says workers = {plan.workers}, but {place.launcher} started {place.world_size}.",
+            action="Make them equal.",
+        )
+    return place
+
+
+def _device(plan: Plan, place: Placement) -> torch.device:
+    if plan.device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise PlanError("device cuda was asked for, but torch sees no GPU.", action="Take device cpu.")
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
+
+
+def _backend(plan: Plan, place: Placement) -> Communicator:
+    if plan.method == "single":
+        return ThreadCommunicator(ThreadWorld(1, deadline_s=plan.deadline_s), 0)
+    deadline = timedelta(seconds=plan.deadline_s)
+    return connect(backend=plan.backend or "gloo", rank=place.rank, world_size=place.world_size, deadline=deadline)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train a plan as one rank of a world that another launcher started."""
+    parser = argparse.ArgumentParser(prog="python -m syncline.worker", description=main.__doc__)
+    parser.add_argument("plan", type=Path, help="the plan, a TOML file")
+    parser.add_argument("--run-dir", type=Path, help="where the run is written; made up if absent")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --run-dir")
+    given = parser.parse_args(arguments)
+    watch.watch_parent()
+    try:
+        summary = _train_elsewhere(given.plan, given.run_dir, resume=given.resume)
+    except SynclineError as error:
+        print(f"syncline: error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    if summary is not None:
+        print(f"weights {summary['weights_sha256']}")
+    return 0
+
+
+def _train_elsewhere(plan_path: Path, run_dir: Path | None, *, resume: bool) -> dict[str, Any] | None:
+    """Rank 0 finds the data and makes the run folder; the others wait to be told."""
+    plan = load_plan(plan_path, {})
+    place = _placement(plan)
+    backend = _backend(plan, place)
+    if place.rank == 0:
+        plan, sentence = resolve(plan, ranks_per_host=place.local_world_size)
+        label = f"{plan.method}-{plan.workers}"
+        run = open_run(run_dir) if resume else create_run(run_dir, kind="train", plan=plan, label=label)
+        backend.store.set("run", str(run.path.resolve()))
+        print(f"{sentence}\nrun folder {run.path}", flush=True)
+    else:
+        run = RunFolder(Path(backend.store.get("run").decode()))
+    plan = run.plan()
+    with _joined(plan, run.path / "events", backend) as rank:
+        return _train(rank, run, resume=resume, quiet=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
