@@ -9,7 +9,13 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_HOME = {"launch": "syncline.launcher.local"}
+_HOME = {
+    "DataParallel": "syncline.data_parallel",
+    "EventLog": "syncline.spans",
+    "ShardedBatchSampler": "syncline.workload.sharding",
+    "Sharding": "syncline.workload.sharding",
+    "launch": "syncline.launcher.local",
+}
 
 __all__ = ["__version__", *_HOME]
 

@@ -24,7 +24,24 @@ METHODS = {
     "point-to-point": "the same exchange with rank 0 as sends and receives that are in flight together",
     "all-reduce": "each gradient is all-reduced by itself, after backward",
     "ddp": "PyTorch's own DistributedDataParallel: the outside control",
+    "bucketed": "buckets of gradients are all-reduced while backward still runs",
+    "ring": "bucketed, each bucket passed around a ring",
+    "tree": "bucketed, each bucket summed up a binary tree and handed down again",
+    "halving-doubling": "bucketed, each bucket by recursive halving and doubling",
+    "shared-memory": "ranks of one host average in memory that they share; nothing is sent",
+    "auto": "shared-memory where all ranks are on one host, bucketed otherwise",
 }
+_BUCKETED = ("bucket_cap_mb", "transfer_dtype", "groups", "overlap", "unused")
+METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
+    "ddp": ("bucket_cap_mb",),
+    "bucketed": (*_BUCKETED, "collective"),
+    "ring": _BUCKETED,
+    "tree": _BUCKETED,
+    "halving-doubling": _BUCKETED,
+    "shared-memory": ("unused",),
+    "auto": ("unused",),
+}
+"""The options that each method takes; the others take none."""
 MODELS = {
     "vgg11": "VGG-11 for 32x32 images with batch norm, 9,231,114 parameters",
     "cnn": "a small convolutional network without batch norm: equal to one worker in every digit that counts",
@@ -54,7 +71,17 @@ class Options(Section):
     """Options of the method; one that the method does not know is refused."""
 
     bucket_cap_mb: float | None = Field(None, gt=0)
-    """Size of a gradient bucket in MB (ddp)."""
+    """Size of a gradient bucket in MB; 25 if absent."""
+    collective: Literal["native", "root", "tree", "ring", "halving-doubling", "direct"] | None = None
+    """How a bucket travels; native if absent, direct with a transfer_dtype."""
+    transfer_dtype: Literal["bf16", "fp16"] | None = None
+    """Send 16-bit values and sum them in 32 bits. Lossy."""
+    groups: int | None = Field(None, ge=1)
+    """Process groups that buckets take in turn; 1 if absent."""
+    overlap: bool | None = None
+    """Send while backward runs; true if absent."""
+    unused: Literal["error", "zero"] | None = None
+    """What a parameter is that only some ranks use: an error if absent, or zero where it is unused."""
 
 
 class Measure(Section):
@@ -76,7 +103,7 @@ class Plan(Section):
     """What is trained on."""
     data_dir: str | None = None
     """Folder that holds the data; searched for if absent."""
-    method: Literal["single", "gather-scatter", "point-to-point", "all-reduce", "ddp"] = "ddp"
+    method: str = "ddp"
     """How gradients are synchronised."""
     options: Options = Options()
     workers: int = Field(2, ge=1)
@@ -111,6 +138,13 @@ class Plan(Section):
     measure: Measure = Measure()
     checkpoint: Checkpoint = Checkpoint()
 
+    @field_validator("method")
+    @classmethod
+    def _method_is_known(cls, value: str) -> str:
+        if value not in METHODS:
+            raise ValueError(_not_one_of(value, METHODS))
+        return value
+
     @field_validator("model")
     @classmethod
     def _model_is_known(cls, value: str) -> str:
@@ -140,8 +174,14 @@ class Plan(Section):
                 f"method single is one worker, but workers is {self.workers}: "
                 "set workers to 1 or take another method."
             )
-        if self.options.bucket_cap_mb is not None and self.method != "ddp":
-            raise ValueError(f"options.bucket_cap_mb is for method ddp, but method is {self.method}.")
+        for option in self.options.model_dump(exclude_none=True):
+            if option not in METHOD_OPTIONS.get(self.method, ()):
+                takers = ", ".join(name for name, taken in METHOD_OPTIONS.items() if option in taken)
+                raise ValueError(f"method {self.method} has no option {option}; it is for {takers}.")
+        if self.options.transfer_dtype is not None and self.options.collective == "native":
+            raise ValueError(
+                "options.transfer_dtype needs a collective of our own: leave native out, or take direct."
+            )
         if self.global_batch < self.workers:
             raise ValueError(
                 f"global_batch {self.global_batch} is smaller than workers {self.workers}: "
@@ -154,6 +194,11 @@ class Plan(Section):
     def replace(self, **changes: Any) -> Plan:
         """A new, checked plan with some keys changed."""
         return parse_plan({**self.model_dump(exclude_none=True), **changes})
+
+    def options_for(self, method: str) -> dict[str, Any]:
+        """The options that this method takes, for comparisons of several methods under one plan."""
+        given = self.options.model_dump(exclude_none=True)
+        return {name: value for name, value in given.items() if name in METHOD_OPTIONS.get(method, ())}
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump(exclude_none=True))
@@ -188,7 +233,10 @@ def _merge(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(values)
     for key, value in given.items():
         section, _, inner = key.partition(".")
-        merged[section] = {**merged.get(section, {}), inner: value} if inner else value
+        beside = merged.get(section, {})
+        if inner and not isinstance(beside, Mapping):
+            raise PlanError(f"{section}: is a section, not {beside!r}.")
+        merged[section] = {**beside, inner: value} if inner else value
     return merged
 
 

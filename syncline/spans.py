@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,13 +30,14 @@ Record = dict[str, Any]
 
 
 class EventLog:
-    """One rank's log. Without a path it only remembers, in `records`: tests and comparisons read that.
+    """One rank's log. Without a path it only remembers, in `records`; with keep=False not even that.
 
     Any thread may add records; `step` and `method` are stamped on each.
     """
 
-    def __init__(self, path: Path | None = None, *, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, path: Path | None = None, *, rank: int = 0, world_size: int = 1, keep: bool = True) -> None:
         self.rank = rank
+        self.off = path is None and not keep
         self.step = -1
         self.method = ""
         self.records: list[Record] = []
@@ -44,6 +46,7 @@ class EventLog:
         self._flushed_ns = time.monotonic_ns()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_unfinished_line(path)
             self._file = path.open("a")
             self._write([_header(rank, world_size)])
 
@@ -52,6 +55,8 @@ class EventLog:
         return Span(self, name)
 
     def add(self, kind: str, **fields: Any) -> None:
+        if self.off:
+            return
         record = {"seq": next(self._sequence), "kind": kind, **fields, "step": self.step}
         if self.method:
             record["method"] = self.method
@@ -112,6 +117,13 @@ def logging_to(path: Path | None, *, rank: int, world_size: int) -> Iterator[Eve
         yield log
     finally:
         log.close()
+
+
+def _cut_unfinished_line(path: Path) -> None:
+    """What a crash left without an end must not run into the header of the resumed run."""
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def _header(rank: int, world_size: int) -> Record:

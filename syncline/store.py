@@ -20,7 +20,8 @@ import os
 import platform
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -36,6 +37,8 @@ ROOT = Path("runs")
 @dataclass(frozen=True)
 class RunFolder:
     path: Path
+    made: tuple[Path, ...] = field(default=(), compare=False)
+    """The folders that did not exist before the run, innermost first."""
 
     @property
     def logs(self) -> Path:
@@ -44,6 +47,11 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def checkpoint_step(self) -> int | None:
+        """The step after which the newest checkpoint was written, or None if there is none."""
+        steps = [int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*")]
+        return max(steps, default=None)
 
     def events(self, rank: int) -> Path:
         return self.path / "events" / f"rank-{rank}.jsonl"
@@ -64,6 +72,14 @@ class RunFolder:
     def set_status(self, status: str) -> None:
         write_atomic(self.path / "run.json", json.dumps({**self.info(), "status": status}, indent=2) + "\n")
 
+    def discard(self) -> None:
+        """Take back a run that could not start: all is as it was before `create_run`."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.path.mkdir()
+            for folder in self.made:
+                folder.rmdir()
+
 
 def create_run(path: Path | None, *, kind: str, plan: Plan, label: str) -> RunFolder:
     """A new run folder, whole or not at all. Without a path: runs/DATE-KIND-LABEL."""
@@ -73,31 +89,50 @@ def create_run(path: Path | None, *, kind: str, plan: Plan, label: str) -> RunFo
         raise RunFolderError(
             f"{path} is not empty.", action="Choose another --run-dir, or continue that run with --resume."
         )
+    info = {"format": FORMAT, "kind": kind, "created": now.isoformat(timespec="seconds"), "status": "running"}
+    made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        with _folder_aside(path) as aside:
+            write_atomic(aside / "run.json", json.dumps(info, indent=2) + "\n")
+            write_atomic(aside / "plan.toml", plan.to_toml())
+            write_atomic(aside / "machine.json", json.dumps(machine(), indent=2) + "\n")
+            aside.chmod(0o755)
+            with contextlib.suppress(FileNotFoundError):
+                path.rmdir()
+            aside.rename(path)
     except OSError as error:
         raise RunFolderError(
-            f"cannot write the run folder {path}: {error.strerror}.", action="Choose another --run-dir."
+            f"cannot write the run folder {path}: {_reason(error)}.", action="Choose another --run-dir."
         ) from error
-    info = {"format": FORMAT, "kind": kind, "created": now.isoformat(timespec="seconds"), "status": "running"}
-    write_atomic(aside / "run.json", json.dumps(info, indent=2) + "\n")
-    write_atomic(aside / "plan.toml", plan.to_toml())
-    write_atomic(aside / "machine.json", json.dumps(machine(), indent=2) + "\n")
-    aside.chmod(0o755)
-    with contextlib.suppress(FileNotFoundError):
-        path.rmdir()
-    aside.rename(path)
-    return RunFolder(path)
+    return RunFolder(path, made)
 
 
-def open_run(path: Path | None) -> RunFolder:
-    """The run at a path, or the last one under runs/. A folder of a newer format is refused."""
+def _reason(error: OSError) -> str:
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return "a file is in the way"
+    return error.strerror or str(error)
+
+
+@contextlib.contextmanager
+def _folder_aside(path: Path) -> Iterator[Path]:
+    """A new folder beside the path, to be renamed to it; removed if that did not happen."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def open_run(path: Path | None, *, kind: str | None = None) -> RunFolder:
+    """The run at a path, or the last one (of a kind) under runs/. A folder of a newer format is refused."""
     if path is None:
-        known = list_runs()
+        known = [run for run in list_runs() if kind in (None, run.info().get("kind"))]
         if not known:
-            raise RunFolderError(f"there is no run in {ROOT.resolve()}.", action="Start one with `syncline train`.")
-        return known[-1]
+            what = f"{kind} run" if kind else "run"
+            action = f"Start one with `syncline {kind or 'train'}`."
+            raise RunFolderError(f"there is no {what} in {ROOT.resolve()}.", action=action)
+        path = known[-1].path
     run = RunFolder(path)
     if not (path / "run.json").exists():
         raise RunFolderError(f"{path} is not a run folder.", action="`syncline runs` lists them.")
@@ -106,6 +141,17 @@ def open_run(path: Path | None) -> RunFolder:
         raise RunFolderError(
             f"{path} has format {version}, this version reads up to {FORMAT}.", action="Update Syncline."
         )
+    return run
+
+
+def resumable_run(path: Path | None) -> RunFolder:
+    """The training run at a path, or the last one under runs/; refused unless there is something left to do."""
+    run = open_run(path, kind="train")
+    info = run.info()
+    if info["kind"] != "train":
+        raise RunFolderError(f"{run.path} is a {info['kind']} run, which cannot be continued.")
+    if info["status"] == "finished":
+        raise RunFolderError(f"{run.path} is finished: there is nothing to continue.", action="Start a new run.")
     return run
 
 
@@ -118,15 +164,15 @@ def list_runs(root: Path = ROOT) -> list[RunFolder]:
 def write_atomic(path: Path, text: str) -> None:
     """Write aside, then rename: a reader sees the old file or the new one, never half of it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def remove_tree(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+    try:
+        with aside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def machine() -> dict[str, Any]:

@@ -33,7 +33,7 @@ from syncline.plan import Plan, load_plan
 from syncline.report.display import Display
 from syncline.resolve import resolve
 from syncline.spans import EventLog
-from syncline.store import RunFolder, create_run, open_run
+from syncline.store import RunFolder, create_run, resumable_run
 from syncline.sync import make_sync
 from syncline.train.batches import Batches
 from syncline.train.checkpoint import Progress
@@ -108,7 +108,7 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
     batches, num_train, source = _batches(rank)
     model = make_model(plan, rank.device)
     rank.log.method = plan.method
-    sync = make_sync(plan.method, rank.communicator, log=rank.log, bucket_cap_mb=plan.options.bucket_cap_mb)
+    sync = make_sync(plan.method, rank.communicator, log=rank.log, **plan.options_for(plan.method))
     worker = Worker(model, sync.attach(model), sync, make_optimizer(plan, model), batches, rank.log)
     sharding = Sharding(num_train, plan.global_batch, plan.seed, rank.number, plan.workers)
     with Display(rank=rank.number, quiet=quiet) as display:
@@ -201,7 +201,13 @@ def _backend(plan: Plan, place: Placement) -> Communicator:
     if plan.method == "single":
         return ThreadCommunicator(ThreadWorld(1, deadline_s=plan.deadline_s), 0)
     deadline = timedelta(seconds=plan.deadline_s)
-    return connect(backend=plan.backend or "gloo", rank=place.rank, world_size=place.world_size, deadline=deadline)
+    return connect(
+        backend=plan.backend or "gloo",
+        rank=place.rank,
+        world_size=place.world_size,
+        deadline=deadline,
+        host_index=place.host_index,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -215,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         summary = _train_elsewhere(given.plan, given.run_dir, resume=given.resume)
     except SynclineError as error:
-        print(f"syncline: error: {error}", file=sys.stderr, flush=True)
+        print(f"syncline: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     if summary is not None:
         print(f"weights {summary['weights_sha256']}")
@@ -230,14 +236,29 @@ def _train_elsewhere(plan_path: Path, run_dir: Path | None, *, resume: bool) -> 
     if place.rank == 0:
         plan, sentence = resolve(plan, ranks_per_host=place.local_world_size)
         label = f"{plan.method}-{plan.workers}"
-        run = open_run(run_dir) if resume else create_run(run_dir, kind="train", plan=plan, label=label)
+        run = resumable_run(run_dir) if resume else create_run(run_dir, kind="train", plan=plan, label=label)
         backend.store.set("run", str(run.path.resolve()))
         print(f"{sentence}\nrun folder {run.path}", flush=True)
     else:
         run = RunFolder(Path(backend.store.get("run").decode()))
     plan = run.plan()
-    with _joined(plan, run.path / "events", backend) as rank:
+    with _ending_noted(run, place.rank), _joined(plan, run.path / "events", backend) as rank:
         return _train(rank, run, resume=resume, quiet=False)
+
+
+@contextmanager
+def _ending_noted(run: RunFolder, rank: int) -> Iterator[None]:
+    """Another launcher does not know of run folders, so rank 0 writes how the run went."""
+    if rank != 0:
+        yield
+        return
+    run.set_status("running")
+    watch.on_stop(lambda: run.set_status("stopped"))
+    try:
+        yield
+    except BaseException:
+        run.set_status("failed")
+        raise
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from syncline.errors import Interrupted, RankFailed, SynclineError
 
 def main() -> None:
     """Run a verb. Our own errors become one line on stderr and their exit code; nothing else is caught."""
-    from syncline.cli.app import app
-
     try:
+        from syncline.cli.app import app
+
         app()
     except RankFailed as error:
         if error.traceback_text:
@@ -20,7 +20,11 @@ def main() -> None:
     except SynclineError as error:
         _fail(error)
     except KeyboardInterrupt:
-        _fail(Interrupted("stopped by Ctrl-C."))
+        _fail(Interrupted("Stopped by Ctrl-C."))
+    except SystemExit as leaving:
+        if leaving.code == Interrupted.exit_code:  # typer makes this of a Ctrl-C, without a word
+            _fail(Interrupted("Stopped by Ctrl-C."))
+        raise
 
 
 def _fail(error: SynclineError) -> None:

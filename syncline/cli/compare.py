@@ -43,9 +43,9 @@ def compare(
     }  # fmt: skip
     chosen = options.resolved(load_plan(plan, flags), quiet=as_json)
     run = create_run(run_dir, kind="compare", plan=chosen, label=str(chosen.workers))
-    from syncline import worker
-
     with options.running(run):
+        from syncline import worker
+
         rows = options.on_ranks(worker.compare, (chosen, run, names, as_json), chosen, run.logs, port)
         summary = {"workers": chosen.workers, "global_batch": chosen.global_batch, "rows": rows}
         run.write_summary(summary)

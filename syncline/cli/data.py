@@ -20,5 +20,5 @@ def data(
     plan = load_plan(None, {"data": name, "data_dir": str(data_dir) if data_dir else None})
     plan, sentence = resolve(plan, ranks_per_host=1, progress=options.show_fetch)
     print(sentence)
-    if plan.data_dir:
-        print(f"verified in {plan.data_dir}; next: syncline train --data {plan.data} --data-dir {plan.data_dir}")
+    where = f" --data-dir {data_dir}" if data_dir else ""
+    print(f"next: syncline train --data {plan.data}{where}")

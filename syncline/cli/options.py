@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from syncline.errors import Interrupted, PlanError, SynclineError
+from syncline.errors import Interrupted, PlanError, UsageError
 from syncline.launcher.local import oversubscription, run_ranks, start_fork_server
 from syncline.plan import Plan
 from syncline.store import RunFolder
@@ -63,12 +63,21 @@ def resolved(plan: Plan, *, quiet: bool) -> Plan:
 
 
 @contextmanager
-def running(run: RunFolder) -> Iterator[None]:
-    """Whatever ends the ranks, the run folder says how it ended."""
+def running(run: RunFolder, *, resumed: bool = False) -> Iterator[None]:
+    """Whatever ends the ranks, the run folder says how it ended. What was refused leaves no trace."""
+    before = run.info()["status"]
+    if resumed:
+        run.set_status("running")
     try:
         yield
-    except SynclineError as error:
-        run.set_status("stopped" if isinstance(error, Interrupted) else "failed")
+    except UsageError:
+        if resumed:
+            run.set_status(before)
+        else:
+            run.discard()
+        raise
+    except BaseException as error:
+        run.set_status("stopped" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed")
         raise
     run.set_status("finished")
 

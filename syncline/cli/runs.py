@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,6 @@ import typer
 
 from syncline.cli import options
 from syncline.plan import METHODS
-from syncline.report.tables import print_table
 from syncline.store import ROOT, RunFolder, list_runs
 
 
@@ -23,8 +23,7 @@ def runs(
     elif not found:
         print(f"no runs in {root.resolve()}; start one with: syncline train")
     else:
-        columns = ["run", "kind", "started", "status", "model", "method", "workers"]
-        print_table(columns, [_row(run) for run in found])
+        _print_aligned([_row(run) for run in found])
         print(f"last run {found[-1].path}; next: {_next(found[-1])}")
 
 
@@ -37,7 +36,19 @@ def _next(run: RunFolder) -> str:
 def _row(run: RunFolder) -> list[str]:
     info, plan = run.info(), run.plan()
     method = plan.method if info["kind"] == "train" else "-"
-    return [str(run.path), info["kind"], info["created"], info["status"], plan.model, method, str(plan.workers)]
+    workers = "1 worker" if plan.workers == 1 else f"{plan.workers} workers"
+    return [str(run.path), info["status"], _minute(info["created"]), info["kind"], plan.model, method, workers]
+
+
+def _minute(created: str) -> str:
+    return f"{datetime.fromisoformat(created):%Y-%m-%d %H:%M}"
+
+
+def _print_aligned(rows: list[list[str]]) -> None:
+    """Plain lines: a path that a table had cut to fit could not be copied."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def methods(as_json: options.Json = False) -> None:

@@ -10,7 +10,7 @@ import typer
 from syncline.cli import options
 from syncline.errors import Interrupted, RunFolderError
 from syncline.plan import Plan, load_plan
-from syncline.store import RunFolder, create_run, open_run
+from syncline.store import RunFolder, create_run, resumable_run
 from syncline.units import format_seconds
 
 
@@ -45,7 +45,8 @@ def train(
     if resume:
         if run_dir is not None or any(value is not None for value in flags.values()):
             raise RunFolderError("--resume continues a run as it was planned: give no other plan flags with it.")
-        run, chosen = _resumable(plan)
+        run = resumable_run(plan)
+        chosen = options.resolved(run.plan(), quiet=True)
     else:
         chosen = options.resolved(load_plan(plan, flags), quiet=as_json or print_plan)
     if print_plan:
@@ -56,32 +57,27 @@ def train(
     _show(run, _run(run, chosen, resume=resume, port=port, quiet=as_json), as_json=as_json)
 
 
-def _resumable(path: Path | None) -> tuple[RunFolder, Plan]:
-    run = open_run(path)
-    info = run.info()
-    if info["kind"] != "train":
-        raise RunFolderError(f"{run.path} is a {info['kind']} run, which cannot be continued.")
-    if info["status"] == "finished":
-        raise RunFolderError(f"{run.path} is finished.", action="Start a new run.")
-    chosen = options.resolved(run.plan(), quiet=True)
-    run.set_status("running")
-    return run, chosen
-
-
 def _run(run: RunFolder, plan: Plan, *, resume: bool, port: int, quiet: bool) -> dict[str, Any]:
-    from syncline import worker
-
     if not quiet:
-        print(f"{plan.model}, {plan.method}, {plan.workers} x {plan.threads} threads; run folder {run.path}")
+        threads = "1 thread" if plan.threads == 1 else f"{plan.threads} threads"
+        print(f"{plan.model}, {plan.method}, {plan.workers} x {threads}; run folder {run.path}")
     try:
-        with options.running(run):
+        with options.running(run, resumed=resume):
+            from syncline import worker
+
+            if resume and not quiet:
+                print(f"continuing {_where(run)}")
             summary: dict[str, Any] = options.on_ranks(worker.train, (plan, run, resume, quiet), plan, run.logs, port)
-    except Interrupted as error:
-        raise Interrupted(
-            f"{error.message} What was done is in {run.path}.",
-            action=f"Continue with: syncline train --resume {run.path}",
-        ) from None
+    except (Interrupted, KeyboardInterrupt) as error:
+        message = error.message if isinstance(error, Interrupted) else "Stopped by Ctrl-C."
+        action = f"Continue {_where(run)} with: syncline train --resume {run.path}"
+        raise Interrupted(message, action=action) from None
     return summary
+
+
+def _where(run: RunFolder) -> str:
+    step = run.checkpoint_step()
+    return "from the start (there is no checkpoint yet)" if step is None else f"after step {step}"
 
 
 def _show(run: RunFolder, summary: dict[str, Any], *, as_json: bool) -> None:

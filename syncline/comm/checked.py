@@ -42,6 +42,7 @@ class Checked(Wrapper):
         self._visits: Counter[tuple[str, str, int]] = Counter()
         self._seen: set[tuple[str, str, int, str]] = set()
         self._stalls = StallBoard(inner.store, inner.rank)
+        self._children: list[Checked] = []
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -66,7 +67,14 @@ class Checked(Wrapper):
             self._compare(operation, place, range(self.world_size))
         return _CheckedWork(self, operation, place, self._begin(operation, place))
 
+    def split(self, name: str) -> Communicator:
+        child = Checked(self.inner.split(name), self.log, deadline_s=self.deadline_s)
+        self._children.append(child)
+        return child
+
     def close(self) -> None:
+        for child in self._children:
+            child._stalls.stop()
         self._stalls.stop()
         super().close()
 
@@ -114,8 +122,9 @@ class Checked(Wrapper):
                     found[rank] = self.store.get(_key(place, rank)).decode()
                 except dist.DistStoreError:
                     self._suspect(rank, place, suspects, found)
-            if time.monotonic() > end:
-                raise self._overdue(operation, place, missing)
+            still_missing = [rank for rank in missing if rank not in found]
+            if still_missing and time.monotonic() > end:
+                raise self._overdue(operation, place, still_missing)
         return found
 
     def _suspect(

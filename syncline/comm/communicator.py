@@ -52,6 +52,10 @@ class Communicator(ABC):
 
     rank: int
     world_size: int
+    deadline_s = 120.0
+    """Longest wait for other ranks."""
+    host_index = 0
+    """Which host this rank is on, as launch says."""
     device = torch.device("cpu")
     """Where a tensor must be to be sent."""
     store: Store
@@ -65,6 +69,13 @@ class Communicator(ABC):
     def backend(self) -> Communicator:
         """The communicator below all wrappers."""
         return self
+
+    @abstractmethod
+    def split(self, name: str) -> Communicator:
+        """The same ranks on channels of their own, so that another thread can talk at the same time. Collective.
+
+        Closing the one it was made from closes it too.
+        """
 
     @abstractmethod
     def close(self) -> None:

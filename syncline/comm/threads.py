@@ -34,6 +34,7 @@ class ThreadWorld:
         self.mailboxes: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self.done: set[int] = set()
         self.lost: set[int] = set()
+        self.children: dict[str, ThreadWorld] = {}
 
     def meet(self, position: int, rank: int, operation: Operation) -> None:
         """Called by every rank with its operation at a position; the last to arrive carries it out for all."""
@@ -54,11 +55,20 @@ class ThreadWorld:
             if not self.changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
                 raise DeadlineError("the deadline passed.")
 
+    def child(self, name: str) -> ThreadWorld:
+        """A world of the same ranks with a board of its own; the first rank to ask makes it."""
+        with self.changed:
+            if name not in self.children:
+                self.children[name] = ThreadWorld(self.world_size, deadline_s=self.deadline_s)
+            return self.children[name]
+
     def leave(self, rank: int) -> None:
         """A rank that failed says so, and the others stop waiting for it."""
         with self.changed:
             self.lost.add(rank)
             self.changed.notify_all()
+        for child in self.children.values():
+            child.leave(rank)
 
 
 class ThreadCommunicator(Communicator):
@@ -85,6 +95,9 @@ class ThreadCommunicator(Communicator):
             self.world.mailboxes[self.rank, operation.peer].append(operation.tensor.detach().clone())
             self.world.changed.notify_all()
         return _Waiting(self.world, lambda: True)
+
+    def split(self, name: str) -> ThreadCommunicator:
+        return ThreadCommunicator(self.world.child(name), self.rank)
 
     def close(self) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -22,9 +23,14 @@ Result = TypeVar("Result")
 class TorchCommunicator(Communicator):
     """Over a process group that exists already. `close` destroys it only if `owned`."""
 
-    def __init__(self, group: dist.ProcessGroup, store: Store, *, owned: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, store: Store, *, owned: bool, deadline: timedelta, host_index: int = 0
+    ) -> None:
         self.group = group
         self.store = store
+        self.deadline = deadline
+        self.deadline_s = deadline.total_seconds()
+        self.host_index = host_index
         self.rank = group.rank()
         self.world_size = group.size()
         self._owned = owned
@@ -33,6 +39,12 @@ class TorchCommunicator(Communicator):
 
     def start(self, operation: Operation) -> Work:
         return _TorchWork(lambda: _START[operation.name](operation, self.group))
+
+    def split(self, name: str) -> TorchCommunicator:
+        ranks = dist.get_process_group_ranks(self.group)
+        group = dist.new_group(ranks, timeout=self.deadline, backend=dist.get_backend(self.group))
+        store = dist.PrefixStore(name, self.store)
+        return TorchCommunicator(group, store, owned=False, deadline=self.deadline, host_index=self.host_index)
 
     def close(self) -> None:
         if self._owned and dist.is_initialized():
@@ -51,15 +63,29 @@ class _TorchWork:
             _translated(work.wait)
 
 
-def connect(*, backend: str, rank: int, world_size: int, deadline: timedelta) -> TorchCommunicator:
-    """Join the world that the launcher's environment describes, or adopt the group that is there already."""
-    if dist.is_initialized():
-        return TorchCommunicator(_world_group(), dist.distributed_c10d._get_default_store(), owned=False)
+def connect(
+    *, backend: str, rank: int, world_size: int, deadline: timedelta, host_index: int = 0
+) -> TorchCommunicator:
+    """Join the world that the launcher's environment describes."""
     store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=deadline))
     dist.init_process_group(
         backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=deadline
     )
-    return TorchCommunicator(_world_group(), dist.PrefixStore("syncline", store), owned=True)
+    prefixed = dist.PrefixStore("syncline", store)
+    return TorchCommunicator(_world_group(), prefixed, owned=True, deadline=deadline, host_index=host_index)
+
+
+def adopt(group: dist.ProcessGroup | None, *, deadline: timedelta, host_index: int = 0) -> TorchCommunicator:
+    """Use a group that the user has made; it stays the user's. Waits keep the group's own deadline."""
+    group = group or _world_group()
+    _adopted[group.group_name] += 1
+    prefix = f"syncline/{group.group_name}/{_adopted[group.group_name]}"
+    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    return TorchCommunicator(group, store, owned=False, deadline=deadline, host_index=host_index)
+
+
+_adopted: Counter[str] = Counter()
+"""How often each group was adopted: communicators over one group must not share keys in the store."""
 
 
 def _world_group() -> dist.ProcessGroup:
@@ -91,11 +117,15 @@ def _flat_parts(operation: Operation) -> list[Tensor] | None:
 _START: dict[str, Callable[[Operation, dist.ProcessGroup], dist.Work | None]] = {
     "all_reduce": lambda op, group: dist.all_reduce(flat(op.tensor), group=group, async_op=True),
     "all_gather": lambda op, group: dist.all_gather(_flat_parts(op), flat(op.tensor), group, async_op=True),
-    "broadcast": lambda op, group: dist.broadcast(flat(op.tensor), op.peer, group, async_op=True),
-    "gather": lambda op, group: dist.gather(flat(op.tensor), _flat_parts(op), op.peer, group, async_op=True),
-    "scatter": lambda op, group: dist.scatter(flat(op.tensor), _flat_parts(op), op.peer, group, async_op=True),
-    "send": lambda op, group: dist.isend(flat(op.tensor), op.peer, group),
-    "receive": lambda op, group: dist.irecv(flat(op.tensor), op.peer, group),
+    "broadcast": lambda op, group: dist.broadcast(flat(op.tensor), group=group, async_op=True, group_src=op.peer),
+    "gather": lambda op, group: dist.gather(
+        flat(op.tensor), _flat_parts(op), group=group, async_op=True, group_dst=op.peer
+    ),
+    "scatter": lambda op, group: dist.scatter(
+        flat(op.tensor), _flat_parts(op), group=group, async_op=True, group_src=op.peer
+    ),
+    "send": lambda op, group: dist.isend(flat(op.tensor), group=group, group_dst=op.peer),
+    "receive": lambda op, group: dist.irecv(flat(op.tensor), group=group, group_src=op.peer),
 }
 
 

@@ -14,6 +14,9 @@ class Traced(Wrapper):
         super().__init__(inner)
         self.log = log
 
+    def split(self, name: str) -> Communicator:
+        return Traced(self.inner.split(name), self.log)
+
     def start(self, operation: Operation) -> Work:
         start_ns = time.monotonic_ns()
         return _TracedWork(self.inner.start(operation), self.log, operation, start_ns)

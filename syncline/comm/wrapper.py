@@ -10,6 +10,8 @@ class Wrapper(Communicator):
         self.inner = inner
         self.rank = inner.rank
         self.world_size = inner.world_size
+        self.deadline_s = inner.deadline_s
+        self.host_index = inner.host_index
         self.device = inner.device
         self.store = inner.store
 

@@ -212,6 +212,10 @@ def _log_folder(log_dir: Path | None) -> Iterator[Path]:
 def _listener(port: int) -> Iterator[socket.socket]:
     try:
         listener = socket.create_server(("127.0.0.1", port))
+    except OverflowError:
+        raise UsageError(
+            f"Port {port} does not exist.", action="Ports go from 1 to 65535; 0 takes a free one."
+        ) from None
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise

@@ -87,7 +87,7 @@ class Comparison:
         if entry.alone and self.communicator.rank != 0:
             return None
         model = make_model(self.plan, self.device)
-        sync = make_sync(entry.method, self.communicator, log=self.log)
+        sync = make_sync(entry.method, self.communicator, log=self.log, **self.plan.options_for(entry.method))
         return Worker(model, sync.attach(model), sync, make_optimizer(self.plan, model), self.batches, self.log)
 
     def _take_turn(self, entry: Contender, worker: Worker | None, round_index: int) -> None:

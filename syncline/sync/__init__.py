@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from syncline.comm.communicator import Communicator
 from syncline.spans import EventLog
 from syncline.sync.all_reduce import AllReduce
 from syncline.sync.base import GradientSync
+from syncline.sync.bucketed import Bucketed
 from syncline.sync.ddp import DDP
 from syncline.sync.gather_scatter import GatherScatter
 from syncline.sync.point_to_point import PointToPoint
+from syncline.sync.shared_memory import SharedMemory
 from syncline.sync.single import Single
 
 __all__ = ["CLASSES", "GradientSync", "make_sync"]
@@ -19,17 +23,26 @@ CLASSES: dict[str, type[GradientSync]] = {
     "point-to-point": PointToPoint,
     "all-reduce": AllReduce,
     "ddp": DDP,
+    "bucketed": Bucketed,
+    "shared-memory": SharedMemory,
+    "ring": Bucketed,
+    "tree": Bucketed,
+    "halving-doubling": Bucketed,
 }
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "ring": {"collective": "ring"},
+    "tree": {"collective": "tree"},
+    "halving-doubling": {"collective": "halving-doubling"},
+}
+"""What a name stands for besides its class."""
 
 
 def make_sync(
-    method: str,
-    communicator: Communicator,
-    *,
-    log: EventLog | None = None,
-    bucket_cap_mb: float | None = None,
+    method: str, communicator: Communicator, *, log: EventLog | None = None, **options: Any
 ) -> GradientSync:
-    """The method by the name that users type."""
-    if method == "ddp":
-        return DDP(communicator, log=log, bucket_cap_mb=bucket_cap_mb)
-    return CLASSES[method](communicator)
+    """The method by the name that users type, with its options. Collective."""
+    given = {**PRESETS.get(method, {}), **options}
+    if method in ("ddp", "shared-memory"):
+        given["log"] = log  # their transfers do not pass the communicator
+    return CLASSES[method](communicator, **given)

@@ -13,12 +13,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from syncline.comm.communicator import Communicator
-from syncline.errors import ContractError
+from syncline.errors import ContractError, PlanError
+from syncline.sync.hooks import CommHook
 
 
 class GradientSync(ABC):
@@ -43,9 +46,25 @@ class GradientSync(ABC):
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward accumulates locally and nothing is sent; the next finish outside sends the sum."""
 
+    def finish_without_gradients(self) -> None:
+        """Take part in the others' finish with zeros: this rank has no batch left. Collective."""
+        raise PlanError(f"method {type(self).__name__} cannot take part without a batch.")
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Let one of torch's communication hooks average the buckets."""
+        raise PlanError(f"method {type(self).__name__} has no buckets for a communication hook.")
+
     @abstractmethod
     def detach(self) -> None:
         """Remove what attach put on the model."""
+
+    def state(self) -> dict[str, Any]:
+        """What decides the order of summation; part of a checkpoint."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """After attach: sum in the order of the run that `state` comes from."""
+        assert not state, f"{type(self).__name__} keeps no state"
 
 
 class AfterBackward(GradientSync):
@@ -93,6 +112,12 @@ class AfterBackward(GradientSync):
         finally:
             self._paused = before
 
+    def finish_without_gradients(self) -> None:
+        for name, parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+            self._ready_ns[name] = time.monotonic_ns()
+        self.finish()
+
     def detach(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -106,8 +131,8 @@ class AfterBackward(GradientSync):
         return mark
 
 
-def broadcast_state(communicator: Communicator, model: nn.Module) -> None:
-    """Rank 0's parameters and buffers on every rank."""
+def broadcast_state(communicator: Communicator, model: nn.Module, *, root: int = 0) -> None:
+    """The root's parameters and buffers on every rank."""
     with communicator.scope("attach"):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            communicator.broadcast(tensor.data, label=name)
+            communicator.broadcast(tensor.data, root=root, label=name)

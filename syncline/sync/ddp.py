@@ -20,6 +20,7 @@ from syncline.comm.torch_backend import TorchCommunicator
 from syncline.errors import PlanError
 from syncline.spans import EventLog
 from syncline.sync.base import GradientSync
+from syncline.sync.hooks import CommHook
 
 
 class DDP(GradientSync):
@@ -50,6 +51,10 @@ class DDP(GradientSync):
         assert self._module is not None, "attach a model first"
         context: AbstractContextManager[None] = self._module.no_sync()
         return context
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        assert self._module is not None, "attach a model first"
+        self._module.register_comm_hook(state, hook)
 
     def detach(self) -> None:
         self._module = None

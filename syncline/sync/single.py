@@ -16,6 +16,9 @@ class Single(GradientSync):
     def finish(self) -> None:
         pass
 
+    def finish_without_gradients(self) -> None:
+        pass
+
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
 

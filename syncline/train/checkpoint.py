@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import RunFolderError
-from syncline.store import remove_tree
 from syncline.train.step import Worker
 
 FORMAT = 1
@@ -48,11 +48,11 @@ def save(folder: Path, worker: Worker, progress: Progress, communicator: Communi
     _wait_for_all(communicator)
     if communicator.rank == 0:
         older = list_checkpoints(folder)
-        remove_tree(folder / name)
+        shutil.rmtree(folder / name, ignore_errors=True)
         aside.rename(folder / name)
         for path in older:
             if path.name != name:
-                remove_tree(path)
+                shutil.rmtree(path, ignore_errors=True)
     _wait_for_all(communicator)
 
 
@@ -66,6 +66,7 @@ def load(folder: Path, worker: Worker, communicator: Communicator) -> Progress:
     own = shared if communicator.rank == 0 else _read(newest / f"rank-{communicator.rank}.pt")
     worker.model.load_state_dict({**shared["parameters"], **own["buffers"]})
     worker.optimizer.load_state_dict(shared["optimizer"])
+    worker.sync.load_state(shared["sync"])
     torch.set_rng_state(own["random_state"])
     return Progress(**own["progress"])
 
@@ -85,6 +86,7 @@ def _state(worker: Worker, progress: Progress, *, shared: bool) -> dict[str, Any
     if shared:
         state["parameters"] = dict(worker.model.named_parameters())
         state["optimizer"] = worker.optimizer.state_dict()
+        state["sync"] = worker.sync.state()
     return state
 
 

@@ -67,9 +67,10 @@ def _total(results: Tensor, num_images: int) -> Evaluation:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]  # a frozen layer may stand in another mode
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module, training in modes:
+            module.training = training

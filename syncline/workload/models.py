@@ -73,7 +73,7 @@ def _user_builder(name: str) -> Callable[[], nn.Module]:
     module_name, _, attribute = name.partition(":")
     try:
         builder = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise PlanError(
             f"cannot load model {name!r}: {error}.",
             action="Give module:callable, with the module on PYTHONPATH.",

@@ -1,0 +1,1 @@
+"""Stage 4a: how averages travel: pure schedules and one executor."""

@@ -1,0 +1,127 @@
+"""The executor: runs any schedule in place on a flat buffer, over any Communicator.
+
+A rank's part of a schedule is worked out once per buffer size: neighbouring chunks for the same peer travel as one
+message, and scratch memory for what is to be added is kept.
+
+With a 16-bit wire, values are rounded when they are sent and added in the buffer's own precision. A rank that hands
+out a result rounds its own copy too, so that all ranks end with the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from syncline.collectives.schedule import Op, Schedule, chunk_bounds
+from syncline.comm.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class Message:
+    """Elements start to stop of the buffer, to or from a peer."""
+
+    peer: int
+    start: int
+    stop: int
+    op: Op
+
+
+@dataclass(frozen=True)
+class RankRound:
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
+@lru_cache(maxsize=512)
+def rank_rounds(schedule: Schedule, rank: int, num_elements: int) -> tuple[RankRound, ...]:
+    """One rank's messages, round by round; rounds without any are left out."""
+    bounds = chunk_bounds(num_elements, schedule.num_chunks)
+    rounds = []
+    for transfers in schedule.rounds:
+        sends = [(t.target, *bounds[t.chunk], t.op) for t in transfers if t.source == rank]
+        receives = [(t.source, *bounds[t.chunk], t.op) for t in transfers if t.target == rank]
+        one = RankRound(_merged(sends), _merged(receives))
+        if one.sends or one.receives:
+            rounds.append(one)
+    return tuple(rounds)
+
+
+def _merged(parts: list[tuple[int, int, int, Op]]) -> tuple[Message, ...]:
+    """Chunks that lie side by side and go the same way become one message; empty ones are dropped."""
+    messages: list[Message] = []
+    for peer, start, stop, op in sorted(parts):
+        last = messages[-1] if messages else None
+        if last and last.peer == peer and last.stop == start and last.op == op:
+            messages[-1] = Message(peer, last.start, stop, op)
+        elif stop > start:
+            messages.append(Message(peer, start, stop, op))
+    return tuple(messages)
+
+
+class Executor:
+    """Sums a flat buffer over all ranks, in place. One executor serves one thread at a time."""
+
+    def __init__(self, communicator: Communicator, schedule: Schedule, wire_dtype: torch.dtype | None = None) -> None:
+        self.communicator = communicator
+        self.schedule = schedule
+        self.wire_dtype = wire_dtype
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def sum(self, buffer: Tensor, *, label: str = "", ready_ns: int | None = None) -> None:
+        for one in rank_rounds(self.schedule, self.communicator.rank, buffer.numel()):
+            self._run_round(one, buffer, label, ready_ns)
+
+    def _run_round(self, one: RankRound, buffer: Tensor, label: str, ready_ns: int | None) -> None:
+        incoming = self._landing(one, buffer)
+        comm = self.communicator
+        receives = [
+            comm.receive(into, message.peer, label=label)
+            for message, into in zip(one.receives, incoming, strict=True)
+        ]
+        sends = [
+            comm.send(self._outgoing(message, buffer), message.peer, label=label, ready_ns=ready_ns)
+            for message in one.sends
+        ]
+        for message, work, landed in zip(one.receives, receives, incoming, strict=True):
+            work.wait()
+            part = buffer[message.start : message.stop]
+            if message.op == "add":
+                part.add_(landed)
+            elif landed.dtype != part.dtype:
+                part.copy_(landed)
+        for work in sends:
+            work.wait()
+
+    def _outgoing(self, message: Message, buffer: Tensor) -> Tensor:
+        part = buffer[message.start : message.stop]
+        if self.wire_dtype is None:
+            return part
+        rounded = part.to(self.wire_dtype)
+        if message.op == "copy":
+            part.copy_(rounded)
+        return rounded
+
+    def _landing(self, one: RankRound, buffer: Tensor) -> list[Tensor]:
+        """Where each message arrives: in place if it replaces, else in scratch memory."""
+        dtype = self.wire_dtype or buffer.dtype
+        in_place = self.wire_dtype is None
+        needed = sum(m.stop - m.start for m in one.receives if m.op == "add" or not in_place)
+        scratch = self._scratch_of(needed, dtype, buffer.device)
+        landing, used = [], 0
+        for message in one.receives:
+            if message.op == "copy" and in_place:
+                landing.append(buffer[message.start : message.stop])
+            else:
+                size = message.stop - message.start
+                landing.append(scratch[used : used + size])
+                used += size
+        return landing
+
+    def _scratch_of(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        scratch = self._scratch.get((dtype, device))
+        if scratch is None or scratch.numel() < size:
+            scratch = self._scratch[dtype, device] = torch.empty(size, dtype=dtype, device=device)
+        return scratch

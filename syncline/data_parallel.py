@@ -1,0 +1,234 @@
+"""DataParallel: any model, any method, in a user's own script.
+
+    model = syncline.DataParallel(model, method="bucketed")
+    ...
+    loss.backward()            # returns with averaged gradients, whatever the method
+    optimizer.step()
+
+Runs under torchrun, mp.spawn, `syncline launch script.py`, or alone. A process group that is already initialised is
+adopted; otherwise the launcher's environment is followed; a process that nobody launched is a world of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from syncline.comm import Communicator, instrumented
+from syncline.comm.shared_memory import is_one_host
+from syncline.comm.threads import ThreadCommunicator, ThreadWorld
+from syncline.comm.torch_backend import adopt, connect
+from syncline.errors import PlanError
+from syncline.launcher.environment import placement_from_environment
+from syncline.plan import parse_plan
+from syncline.spans import EventLog
+from syncline.sync import make_sync
+from syncline.sync.base import broadcast_state
+from syncline.sync.ddp import DDP
+from syncline.sync.hooks import CommHook
+
+REFUSED = {
+    "init_sync": "every rank always starts with rank 0's parameters",
+    "dim": "batches are split by the caller",
+    "output_device": "a module on several devices is not supported",
+    "check_reduction": "torch ignores it too",
+    "delay_all_reduce_named_params": "buckets follow the order in which gradients become ready",
+    "param_to_hook_all_reduce": "buckets follow the order in which gradients become ready",
+    "mixed_precision": "use transfer_dtype for 16-bit transfers, and autocast for 16-bit compute",
+    "device_mesh": "give process_group",
+    "skip_all_reduce_unused_params": "use unused='zero' or 'error'",
+    "bucket_cap_mb_list": "use bucket_cap_mb",
+    "batched_grad_copy": "gradients are views of their bucket already",
+    "forward_sync_buffers": "use broadcast_buffers",
+}
+"""Keywords of torch's DistributedDataParallel that have no meaning here, and what to do instead."""
+
+
+class DataParallel(nn.Module):
+    """`module` with gradients averaged over ranks by `method`; options as in a plan. Collective."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        method: str = "auto",
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        broadcast_buffers: bool = False,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        device_ids: list[int | torch.device] | None = None,
+        deadline_s: float = 120.0,
+        log: EventLog | None = None,
+        **options: Any,
+    ) -> None:
+        """For scripts written for torch's class, `find_unused_parameters` is taken as `unused="zero"`, and
+        `gradient_as_bucket_view`, `static_graph` and `device_ids` are taken and change nothing."""
+        super().__init__()
+        for name in options.keys() & REFUSED.keys():
+            raise PlanError(f"DataParallel does not take {name}: {REFUSED[name]}.")
+        if device_ids is not None and len(device_ids) > 1:
+            raise PlanError("DataParallel takes one device per process.", action="Start one process per device.")
+        self.log = log or EventLog(keep=False)
+        self.communicator = instrumented(_join(process_group, deadline_s), self.log, deadline_s=deadline_s)
+        self.method, self.reason = _choose(method, module, self.communicator)
+        if find_unused_parameters and self.method != "ddp":
+            options.setdefault("unused", "zero")
+        parse_plan({"method": self.method, "options": options, "workers": 2})
+        self.log.method = self.method
+        self.module = module
+        self.sync = make_sync(self.method, self.communicator, log=None if self.log.off else self.log, **options)
+        self._called = self.sync.attach(module)
+        self._broadcast_buffers = broadcast_buffers
+        self._ends_backward = False
+        self._uneven: _Join | None = None
+        if not isinstance(self.sync, DDP):
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda _: self._at_end_of_backward())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._uneven is not None:
+            self._uneven.announce(active=True)
+        if self._broadcast_buffers and self.training and torch.is_grad_enabled():
+            self._share_buffers()
+        outputs = self._called(*args, **kwargs)
+        if isinstance(self.sync, DDP) or not torch.is_grad_enabled():
+            return outputs
+        # The outermost backward passes here first. Hooks of parameters may run in a backward inside that one
+        # (reentrant checkpointing), whose end is not the end.
+        return tree_map(self._tied, outputs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward accumulates locally; the next backward outside averages the sum."""
+        return self.sync.no_sync()
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """torch's communication hooks, for the methods with buckets: the hook averages each bucket."""
+        self.sync.register_comm_hook(state, hook)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop in which ranks may have different numbers of batches.
+
+        A rank that is done takes part with zero gradients until all are, and ends with the others' parameters. As
+        with torch's class, the mean is over the whole world.
+        """
+        if isinstance(self.sync, DDP):
+            with self._called.join():  # type: ignore[operator]
+                yield
+            return
+        self._uneven = _Join(self)
+        try:
+            yield
+            self._uneven.shadow()
+        finally:
+            self._uneven = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """With the keys of the module itself."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Takes the keys of the module itself, and those of torch's wrapper, which begin with 'module.'."""
+        wrapped = all(key.startswith("module.") for key in state_dict) and bool(state_dict)
+        plain = {key.removeprefix("module."): value for key, value in state_dict.items()} if wrapped else state_dict
+        return self.module.load_state_dict(plain, *args, **kwargs)
+
+    def close(self) -> None:
+        """Leave the group, if it was joined here."""
+        self.sync.detach()
+        self.communicator.close()
+
+    def _tied(self, output: Any) -> Any:
+        if isinstance(output, Tensor) and output.requires_grad:
+            return _AtBackward.apply(self._at_end_of_backward, output)  # type: ignore[no-untyped-call]
+        return output
+
+    def _at_end_of_backward(self) -> None:
+        if not self._ends_backward:
+            self._ends_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._ends_backward = False
+        self.sync.finish()
+
+    def _share_buffers(self) -> None:
+        with self.communicator.scope("buffers"):
+            for name, buffer in self.module.named_buffers():
+                self.communicator.broadcast(buffer, label=name)
+
+
+class _AtBackward(torch.autograd.Function):
+    """Passes values through unchanged; calls `note` when backward passes."""
+
+    @staticmethod
+    def forward(context: Any, note: Callable[[], None], values: Tensor) -> Tensor:
+        context.note = note
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        context.note()
+        return None, gradient
+
+
+class _Join:
+    """Uneven inputs: before every forward, ranks say whether they still have a batch."""
+
+    def __init__(self, wrapper: DataParallel) -> None:
+        self.wrapper = wrapper
+        self.last_active: list[int] = []
+
+    def announce(self, *, active: bool) -> bool:
+        comm = self.wrapper.communicator
+        with comm.scope("join"):
+            flags = comm.all_gather(torch.tensor([int(active)], device=comm.device), label="still active")
+        ranks = [rank for rank, flag in enumerate(flags) if flag.item()]
+        self.last_active = ranks or self.last_active
+        return bool(ranks)
+
+    def shadow(self) -> None:
+        """Take part with nothing until nobody is left, then take over what the last to finish have."""
+        while self.announce(active=False):
+            self.wrapper.sync.finish_without_gradients()
+        root = self.last_active[-1] if self.last_active else 0
+        broadcast_state(self.wrapper.communicator, self.wrapper.module, root=root)
+
+
+def _join(process_group: dist.ProcessGroup | None, deadline_s: float) -> Communicator:
+    deadline = timedelta(seconds=deadline_s)
+    place = placement_from_environment()
+    if dist.is_initialized():
+        return adopt(process_group, deadline=deadline, host_index=place.host_index if place else 0)
+    if process_group is not None:
+        raise PlanError("process_group was given, but torch.distributed is not initialised.")
+    if place is None:
+        return ThreadCommunicator(ThreadWorld(1), 0)
+    return connect(
+        backend="nccl" if torch.cuda.is_available() else "gloo",
+        rank=place.rank,
+        world_size=place.world_size,
+        deadline=deadline,
+        host_index=place.host_index,
+    )
+
+
+def _choose(method: str, module: nn.Module, communicator: Communicator) -> tuple[str, str]:
+    """The method that `auto` stands for here, and why."""
+    if method != "auto":
+        return method, "asked for"
+    if any(parameter.device.type != "cpu" for parameter in module.parameters()):
+        return "bucketed", "parameters are not on the cpu"
+    if is_one_host(communicator):
+        return "shared-memory", "all ranks are on one host"
+    return "bucketed", "ranks are on several hosts"

@@ -1,0 +1,228 @@
+"""bucketed: buckets of gradients are averaged while backward still runs.
+
+One thread per rank sends, on channels of its own: buckets start in bucket order on all ranks, several are in flight,
+and a collective of many rounds holds up nothing but the next bucket. After the first step the buckets are laid out
+anew in the order in which gradients really became ready, as rank 0 saw it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from syncline.collectives.execute import Executor
+from syncline.collectives.patterns import make_schedule
+from syncline.comm.communicator import Communicator, Operation, Work
+from syncline.errors import PlanError
+from syncline.sync.flat import FlatSync
+from syncline.sync.hooks import CommHook, HookBucket, apply_hook
+from syncline.sync.layout import Bucket, Group, Layout
+
+WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Bucketed(FlatSync):
+    def __init__(
+        self,
+        communicator: Communicator,
+        *,
+        bucket_cap_mb: float = 25.0,
+        collective: str | None = None,
+        transfer_dtype: Literal["bf16", "fp16"] | None = None,
+        groups: int = 1,
+        overlap: bool = True,
+        unused: Literal["error", "zero"] = "error",
+    ) -> None:
+        super().__init__(communicator, bucket_cap_mb=bucket_cap_mb, unused=unused)
+        collective = collective or ("native" if transfer_dtype is None else "direct")
+        if transfer_dtype is not None and collective == "native":
+            raise PlanError(
+                "a native all-reduce cannot send 16-bit values and sum them in 32 bits.",
+                action='Take collective "direct", or leave transfer_dtype out.',
+            )
+        self._overlap = overlap
+        self._hook: tuple[object, CommHook] | None = None
+        self._rebuilt = False
+        channels = [communicator.split(f"buckets {number}") for number in range(groups)]
+        wire = WIRE_DTYPES[transfer_dtype] if transfer_dtype else None
+        self._sender = _Sender(channels, collective, wire)
+
+    @property
+    def scale_early(self) -> float | None:
+        # Dividing by a power of two is exact at any moment; by another number it is done once, on the sum.
+        world_size = self.communicator.world_size
+        exact = world_size & (world_size - 1) == 0 and world_size > 1
+        return 1 / world_size if exact and self._hook is None else None
+
+    def allocate(self, layout: Layout) -> dict[Group, Tensor]:
+        return {
+            (dtype, device): torch.zeros(length, dtype=dtype, device=device)
+            for (dtype, device), length in layout.lengths.items()
+        }
+
+    def bucket_ready(self, number: int) -> None:
+        if self._overlap:
+            self._send(number)
+
+    def complete(self) -> None:
+        if not self._overlap:
+            for number in range(len(self.layout.buckets)):
+                self._send(number)
+        for bucket, work in zip(self.layout.buckets, self._sender.collect(len(self.layout.buckets)), strict=True):
+            work.wait()
+            if self.scale_early is None and self._hook is None:
+                self._range(bucket).div_(self.communicator.world_size)
+        if not self._rebuilt:
+            self._rebuild(list(self._ready))
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        if self._hook is not None:
+            raise PlanError("a communication hook is registered already.")
+        self._hook = (state, hook)
+
+    def detach(self) -> None:
+        super().detach()
+        self._sender.stop()
+
+    def state(self) -> dict[str, Any]:
+        return {"order": self._order} if self._rebuilt else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if "order" in state:
+            self._lay_out_anew(state["order"])
+
+    def _send(self, number: int) -> None:
+        bucket = self.layout.buckets[number]
+        ready_ns = max(self._ready[one] for one in bucket.parameters)
+        values = self._range(bucket)
+        if self._hook is None:
+            self._sender.send(number, values, ready_ns)
+            return
+        # The hook sees gradients only; the flags behind them are summed as ever.
+        state, hook = self._hook
+        num_gradients = min(bucket.stop, self._num_gradients[bucket.group]) - bucket.start
+        seen = HookBucket(
+            number, values[:num_gradients], number == len(self.layout.buckets) - 1, self._pieces(bucket)
+        )
+        self._sender.send(number, values[num_gradients:], ready_ns, lambda: apply_hook(state, hook, seen))
+
+    def _pieces(self, bucket: Bucket) -> list[tuple[Tensor, Tensor]]:
+        pieces: list[tuple[Tensor, Tensor]] = []
+        for number in bucket.parameters:
+            slot = self.layout.slots[number]
+            start, stop = max(slot.start, bucket.start), min(slot.stop, bucket.stop)
+            if (start, stop) == (slot.start, slot.stop):
+                pieces.append((self._parameters[number], self._views[number]))
+            elif start < stop:
+                pieces.append((self._parameters[number], self._buffers[bucket.group][start:stop]))
+        return pieces
+
+    def _range(self, bucket: Bucket) -> Tensor:
+        return self._buffers[bucket.group][bucket.start : bucket.stop]
+
+    def _rebuild(self, seen: list[int]) -> None:
+        """Rank 0's order on every rank. Ranks saw the same parameters, or an error is on its way."""
+        order = torch.tensor(seen, device=self.communicator.device)
+        with self.communicator.scope("bucket order"):
+            self.communicator.broadcast(order, label="bucket order")
+        self._lay_out_anew(order.tolist())
+
+    def _lay_out_anew(self, order: list[int]) -> None:
+        kept = [None if parameter.grad is None else parameter.grad.clone() for parameter in self._parameters]
+        flags = {group: buffer[self._num_gradients[group] :].clone() for group, buffer in self._buffers.items()}
+        ready = self._ready
+        self._lay_out(order)
+        self._order, self._rebuilt, self._ready = order, True, ready
+        for group, part in flags.items():
+            self._buffers[group][self._num_gradients[group] :] = part
+        for parameter, view, gradient in zip(self._parameters, self._views, kept, strict=True):
+            if gradient is not None:
+                view.copy_(gradient)
+                parameter.grad = view
+
+
+@dataclass(frozen=True)
+class _Task:
+    number: int
+    values: Tensor
+    ready_ns: int
+    before: Callable[[], None] | None
+    event: torch.cuda.Event | None
+
+
+class _Sender:
+    """The communication thread. Errors in it are raised by `collect`."""
+
+    def __init__(self, channels: list[Communicator], collective: str, wire_dtype: torch.dtype | None) -> None:
+        self._channels = channels
+        self._executors = None
+        if collective != "native":
+            schedule = make_schedule(collective, channels[0].world_size)
+            self._executors = [Executor(channel, schedule, wire_dtype) for channel in channels]
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[Work | BaseException] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def send(self, number: int, values: Tensor, ready_ns: int, before: Callable[[], None] | None = None) -> None:
+        """Sum `values` over ranks; `before` runs first, in the sending thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="syncline-buckets", daemon=True)
+            self._thread.start()
+        self._tasks.put(_Task(number, values, ready_ns, before, _mark_stream(values)))
+
+    def collect(self, count: int) -> list[Work]:
+        """The works of the last `count` sends, in order."""
+        works = []
+        for _ in range(count):
+            started = self._started.get()
+            if isinstance(started, BaseException):
+                raise started
+            works.append(started)
+        return works
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                self._started.put(self._start(task))
+            except BaseException as error:
+                self._started.put(error)
+
+    def _start(self, task: _Task) -> Work:
+        if task.event is not None:
+            task.event.wait()
+        if task.before is not None:
+            task.before()
+        which = task.number % len(self._channels)
+        label = f"bucket {task.number}"
+        with self._channels[which].scope(label):
+            if self._executors is None:
+                operation = Operation("all_reduce", task.values, label=label, ready_ns=task.ready_ns)
+                return self._channels[which].start(operation)
+            self._executors[which].sum(task.values, label=label, ready_ns=task.ready_ns)
+            return _Done()
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+def _mark_stream(values: Tensor) -> torch.cuda.Event | None:
+    """On a GPU the gradients are still being computed when the hook runs: the sender's stream must wait for them."""
+    if values.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,224 @@
+"""What the end-to-end tests share: the command line in a folder of its own, and a check that nothing is left behind.
+
+Every process that a test starts inherits a mark in its environment and a private folder for temporary files. So at
+the end of the session what is left can be told from what other people run on the same machine.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+import pytest
+
+MARK = "SYNCLINE_TEST_SESSION"
+SETTLE_SECONDS = 10.0
+SHARED_FOLDERS = (Path("/dev/shm"), Path("/run/netns"))
+SYNCLINE = Path(sys.executable).with_name("syncline")
+
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+USER_MODEL = '''
+"""A user's model: convolution and batch norm; says which process it lives in; slow or broken when asked to be."""
+import os, time
+from pathlib import Path
+from torch import nn
+
+RANK = os.environ.get("RANK", "0")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 8 * 8, 10)
+        )
+        self.calls = 0
+        if "PIDS" in os.environ:
+            Path(os.environ["PIDS"], RANK).write_text(str(os.getpid()))
+
+    def forward(self, images):
+        self.calls += 1
+        time.sleep(float(os.environ.get("SLOW", 0)))
+        if RANK == os.environ.get("BROKEN") and self.calls == 5:
+            raise ArithmeticError("my own mistake")
+        return self.layers(images)
+'''
+
+
+@pytest.fixture
+def user_folder(tmp_path: Path) -> Path:
+    """A folder with a user's module `user_model`; the command line finds it there."""
+    folder = tmp_path / "user"
+    folder.mkdir()
+    (folder / "user_model.py").write_text(USER_MODEL)
+    return folder
+
+
+def cli_environment(**extra: str) -> dict[str, str]:
+    """The session's environment without what the developer's shell may say about data."""
+    return {**{name: text for name, text in os.environ.items() if name != "SYNCLINE_DATA"}, **extra}
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """Run `syncline …` in an empty folder, to its end."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+
+    def run(*arguments: object, cwd: Path = folder, **extra: str) -> subprocess.CompletedProcess[str]:
+        command = [str(SYNCLINE), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=cli_environment(**extra))
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """Processes, listening sockets, temporary files, shared memory, network namespaces."""
+    mark = uuid.uuid4().hex
+    before = {folder: entries(folder) for folder in SHARED_FOLDERS}
+    scratch = tempfile.mkdtemp(prefix="session-")
+    # After the fork server's own folder, which is inside and is removed with priority -100.
+    Finalize(None, shutil.rmtree, (scratch,), {"ignore_errors": True}, exitpriority=-200)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_path stays where people look for it
+        patch.setenv(MARK, mark)
+        patch.setenv("TMPDIR", scratch)
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+        wait_for_none(lambda: leftovers(mark, Path(scratch), before), SETTLE_SECONDS)
+
+
+def wait_for_none(find: Callable[[], list[str]], seconds: float) -> None:
+    """Fail with what was found unless it is gone in time: a process needs a moment to end."""
+    deadline = time.monotonic() + seconds
+    while found := find():
+        assert time.monotonic() < deadline, "left behind:\n" + "\n".join(found)
+        time.sleep(0.1)
+
+
+def leftovers(mark: str, scratch: Path, before: dict[Path, set[str]]) -> list[str]:
+    own = {os.getpid(), *helper_pids()}
+    others = [pid for pid in marked_processes(mark) if pid not in own]
+    found = [f"process {pid}: {command_line(pid)}" for pid in others]
+    found += [f"process {pid} listens on port {port}" for pid in (*own, *others) for port in listening_ports(pid)]
+    found += [f"temporary {path}" for path in scratch.iterdir() if path != own_temporary_folder()]
+    for folder, known in before.items():
+        new = {folder / name for name in entries(folder) - known}
+        found += [f"new {path}" for path in sorted(new) if not used_by_strangers(path, mark)]
+    return found
+
+
+def helper_pids() -> set[int]:
+    """multiprocessing's own servants of this process, which live as long as it does."""
+    known = (forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid)
+    return {pid for pid in known if pid is not None}
+
+
+def own_temporary_folder() -> Path | None:
+    """Where the fork server of this process keeps its socket."""
+    folder = multiprocessing.current_process()._config.get("tempdir")
+    return Path(folder) if folder else None
+
+
+def entries(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def living_pids() -> list[int]:
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if is_alive(pid)]
+
+
+def is_alive(pid: int) -> bool:
+    status = read_quietly(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    return bool(status) and status[0] != b"Z"
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Living processes that carry the mark, whoever their parent is by now. This one is not marked: it was exec'd
+    before."""
+    text = f"{MARK}={mark}".encode()
+    return [pid for pid in living_pids() if text in read_quietly(Path(f"/proc/{pid}/environ")).split(b"\0")]
+
+
+def command_line(pid: int) -> str:
+    return read_quietly(Path(f"/proc/{pid}/cmdline")).replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def listening_ports(pid: int) -> list[int]:
+    """TCP ports on which a process listens; in a namespace of its own these are that namespace's."""
+    open_files = set(descriptor_targets(pid))
+    ports = []
+    for table in ("tcp", "tcp6"):
+        for line in read_quietly(Path(f"/proc/{pid}/net/{table}")).decode().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in open_files:
+                ports.append(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+def descriptor_targets(pid: int) -> Iterator[str]:
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return
+    for name in names:
+        try:
+            yield os.readlink(f"/proc/{pid}/fd/{name}")
+        except OSError:
+            continue
+
+
+def used_by_strangers(path: Path, mark: str) -> bool:
+    """Whether a living process that is not of this session has the file open or mapped."""
+    ours = {os.getpid(), *marked_processes(mark)}
+    return any(uses(pid, path) for pid in living_pids() if pid not in ours)
+
+
+def uses(pid: int, path: Path) -> bool:
+    if any(target.startswith(str(path)) for target in descriptor_targets(pid)):
+        return True
+    return str(path).encode() in read_quietly(Path(f"/proc/{pid}/maps"))
+
+
+def read_quietly(path: Path) -> bytes:
+    """A file of /proc, or nothing if its process has just ended."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
+        time.sleep(0.02)
+
+
+def session_members(session: int) -> list[int]:
+    """Living processes of a session, that is, of one started with start_new_session."""
+    return [pid for pid in living_pids() if session_of(pid) == session]
+
+
+def session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return -1
+
+
+def any_alive(pids: Iterable[int]) -> bool:
+    return any(is_alive(pid) for pid in pids)

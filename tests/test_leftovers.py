@@ -1,0 +1,110 @@
+"""The check for leftovers finds what is planted: a check that finds nothing in a dirty house is worth nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import conftest
+import pytest
+
+from syncline.launcher.local import run_ranks
+
+ORPHAN = """
+import subprocess, sys
+child = [sys.executable, "-c", "import time; time.sleep(60)"]
+print(subprocess.Popen(child, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)
+"""
+
+
+def found(scratch: Path, *folders: Path, mark: str = "test") -> list[str]:
+    """What is new since the folders were empty."""
+    return conftest.leftovers(mark, scratch, {folder: set() for folder in folders})
+
+
+@contextmanager
+def sleeping(mark: str, code: str = "import time; print(0, flush=True); time.sleep(60)") -> Iterator[int]:
+    environment = {**os.environ, conftest.MARK: mark}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def test_clean_house_has_no_leftovers(tmp_path: Path) -> None:
+    assert found(tmp_path) == []
+
+
+def test_child_is_found_until_it_ends(tmp_path: Path) -> None:
+    with sleeping("test") as pid:
+        assert [line for line in found(tmp_path) if f"process {pid}" in line]
+        with pytest.raises(AssertionError, match=f"process {pid}"):
+            conftest.wait_for_none(lambda: found(tmp_path), 0.2)
+    assert found(tmp_path) == []
+
+
+def test_process_of_another_session_is_not_ours(tmp_path: Path) -> None:
+    with sleeping("somebody else"):
+        assert found(tmp_path) == []
+
+
+def test_orphan_is_found(tmp_path: Path) -> None:
+    environment = {**os.environ, conftest.MARK: "test"}
+    done = subprocess.run([sys.executable, "-c", ORPHAN], env=environment, capture_output=True, text=True, check=True)
+    pid = int(done.stdout)
+    try:
+        assert [line for line in found(tmp_path) if f"process {pid}" in line]
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 9)
+
+
+def test_listening_socket_is_found_in_this_process_and_in_others(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert f"process {os.getpid()} listens on port {port}" in found(tmp_path)
+    code = (
+        "import socket, time; server = socket.create_server(('::1', 0), family=socket.AF_INET6);"
+        "print(0, flush=True); time.sleep(60)"
+    )
+    with sleeping("test", code) as pid:
+        assert [line for line in found(tmp_path) if f"process {pid} listens on port" in line]
+
+
+def test_temporary_file_is_found(tmp_path: Path) -> None:
+    (tmp_path / "pymp-planted").mkdir()
+    assert found(tmp_path) == [f"temporary {tmp_path / 'pymp-planted'}"]
+
+
+def test_new_entry_of_a_shared_folder_is_found_unless_a_stranger_uses_it(tmp_path: Path) -> None:
+    scratch, shared = tmp_path / "scratch", tmp_path / "shm"
+    scratch.mkdir()
+    shared.mkdir()
+    planted = shared / "psm_planted"
+    planted.write_bytes(bytes(4096))
+    assert found(scratch, shared) == [f"new {planted}"]
+    code = f"import time; file = open({str(planted)!r}); print(0, flush=True); time.sleep(60)"
+    with sleeping("somebody else", code):
+        assert found(scratch, shared) == []
+    closed = f"import mmap, time; file = open({str(planted)!r}, 'r+b'); m = mmap.mmap(file.fileno(), 0); file.close()"
+    with sleeping("somebody else", f"{closed}; print(0, flush=True); time.sleep(60)"):
+        assert found(scratch, shared) == []
+    with sleeping("test", code):
+        assert f"new {planted}" in found(scratch, shared)
+
+
+def test_fork_server_of_this_process_is_no_leftover(tmp_path: Path) -> None:
+    run_ranks(os.getpid, workers=1, log_dir=None)
+    mark = os.environ[conftest.MARK]
+    assert conftest.helper_pids() <= set(conftest.marked_processes(mark))
+    left = conftest.leftovers(mark, tmp_path, {})
+    assert not [line for line in left for pid in conftest.helper_pids() if f"process {pid}" in line]
