@@ -11,6 +11,7 @@ adopted; otherwise the launcher's environment is followed; a process that nobody
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -22,16 +23,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from syncline.comm import Communicator, instrumented
-from syncline.comm.shared_memory import is_one_host
+from syncline.comm.shared_memory import count_hosts
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.comm.torch_backend import adopt, connect
 from syncline.errors import PlanError
 from syncline.launcher.environment import placement_from_environment
 from syncline.plan import parse_plan
+from syncline.resolve import choose_method
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 from syncline.sync.base import broadcast_state
 from syncline.sync.ddp import DDP
+from syncline.sync.flat import FlatSync
 from syncline.sync.hooks import CommHook
 
 REFUSED = {
@@ -81,7 +84,7 @@ class DataParallel(nn.Module):
         self.method, self.reason = _choose(method, module, self.communicator)
         if find_unused_parameters and self.method != "ddp":
             options.setdefault("unused", "zero")
-        parse_plan({"method": self.method, "options": options, "workers": 2})
+        parse_plan({"method": self.method, "options": options})  # refuses what the method does not take
         self.log.method = self.method
         self.module = module
         self.sync = make_sync(self.method, self.communicator, log=None if self.log.off else self.log, **options)
@@ -93,6 +96,14 @@ class DataParallel(nn.Module):
             for parameter in module.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(lambda _: self._at_end_of_backward())
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.communicator.world_size
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._uneven is not None:
@@ -142,6 +153,13 @@ class DataParallel(nn.Module):
         wrapped = all(key.startswith("module.") for key in state_dict) and bool(state_dict)
         plain = {key.removeprefix("module."): value for key, value in state_dict.items()} if wrapped else state_dict
         return self.module.load_state_dict(plain, *args, **kwargs)
+
+    def describe(self) -> str:
+        """What averages the gradients, why, and in which buckets."""
+        lines = [f"method {self.method}: {self.reason}"]
+        if isinstance(self.sync, FlatSync):
+            lines.append(self.sync.describe())
+        return "\n".join(lines)
 
     def close(self) -> None:
         """Leave the group, if it was joined here."""
@@ -227,8 +245,12 @@ def _choose(method: str, module: nn.Module, communicator: Communicator) -> tuple
     """The method that `auto` stands for here, and why."""
     if method != "auto":
         return method, "asked for"
-    if any(parameter.device.type != "cpu" for parameter in module.parameters()):
-        return "bucketed", "parameters are not on the cpu"
-    if is_one_host(communicator):
-        return "shared-memory", "all ranks are on one host"
-    return "bucketed", "ranks are on several hosts"
+    devices = {parameter.device.type for parameter in module.parameters()} - {"cpu"}
+    chosen, why = choose_method(
+        device=min(devices, default="cpu"),
+        workers=communicator.world_size,
+        num_hosts=count_hosts(communicator),
+    )
+    if communicator.rank == 0:
+        print(f"syncline: method {chosen}: {why}", file=sys.stderr)
+    return chosen, why

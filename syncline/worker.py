@@ -35,6 +35,7 @@ from syncline.resolve import resolve
 from syncline.spans import EventLog
 from syncline.store import RunFolder, create_run, resumable_run
 from syncline.sync import make_sync
+from syncline.sync.bucketed import WIRE_DTYPES
 from syncline.train.batches import Batches
 from syncline.train.checkpoint import Progress
 from syncline.train.loop import Loop
@@ -93,9 +94,14 @@ def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifi
     # One more than divides by the world size: uneven shards on purpose.
     sharding = Sharding(1000, 4 * world_size + 1, plan.seed, rank.number, world_size)
     rank.log.method = method
+    options = plan.options_for(method)
+    wire = options.get("transfer_dtype")
+    exact = {name: value for name, value in options.items() if name != "transfer_dtype"}
     return Certifier(
         communicator=rank.communicator,
-        make_sync=lambda communicator: make_sync(method, communicator),
+        make_sync=lambda communicator: make_sync(method, communicator, **options),
+        make_exact=(lambda communicator: make_sync(method, communicator, **exact)) if wire else None,
+        wire_dtype=WIRE_DTYPES[wire] if wire else None,
         make_model=lambda: make_model(plan, rank.device),
         batches=batches,
         sharding=sharding,
@@ -234,7 +240,7 @@ def _train_elsewhere(plan_path: Path, run_dir: Path | None, *, resume: bool) -> 
     place = _placement(plan)
     backend = _backend(plan, place)
     if place.rank == 0:
-        plan, sentence = resolve(plan, ranks_per_host=place.local_world_size)
+        plan, sentence = resolve(plan, ranks_per_host=place.local_world_size, num_hosts=place.num_hosts)
         label = f"{plan.method}-{plan.workers}"
         run = resumable_run(run_dir) if resume else create_run(run_dir, kind="train", plan=plan, label=label)
         backend.store.set("run", str(run.path.resolve()))

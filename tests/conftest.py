@@ -32,6 +32,7 @@ USER_MODEL = '''
 """A user's model: convolution and batch norm; says which process it lives in; slow or broken when asked to be."""
 import os, time
 from pathlib import Path
+import torch
 from torch import nn
 
 RANK = os.environ.get("RANK", "0")
@@ -41,8 +42,11 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 8 * 8, 10)
+            nn.Conv2d(3, 4, 3, stride=4), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.1),
+            nn.Linear(4 * 8 * 8, 10),
         )
+        self.tied = self.layers[0].weight  # one parameter under two names
+        self.register_buffer("scale", torch.ones(1), persistent=False)
         self.calls = 0
         if "PIDS" in os.environ:
             Path(os.environ["PIDS"], RANK).write_text(str(os.getpid()))
@@ -52,7 +56,7 @@ class Net(nn.Module):
         time.sleep(float(os.environ.get("SLOW", 0)))
         if RANK == os.environ.get("BROKEN") and self.calls == 5:
             raise ArithmeticError("my own mistake")
-        return self.layers(images)
+        return self.scale * self.layers(images)
 '''
 
 
@@ -113,7 +117,8 @@ def leftovers(mark: str, scratch: Path, before: dict[Path, set[str]]) -> list[st
     others = [pid for pid in marked_processes(mark) if pid not in own]
     found = [f"process {pid}: {command_line(pid)}" for pid in others]
     found += [f"process {pid} listens on port {port}" for pid in (*own, *others) for port in listening_ports(pid)]
-    found += [f"temporary {path}" for path in scratch.iterdir() if path != own_temporary_folder()]
+    kept = {own_temporary_folder()} | set(scratch.glob("torchinductor_*"))  # torch's cache stays by design
+    found += [f"temporary {path}" for path in scratch.iterdir() if path not in kept]
     for folder, known in before.items():
         new = {folder / name for name in entries(folder) - known}
         found += [f"new {path}" for path in sorted(new) if not used_by_strangers(path, mark)]

@@ -17,9 +17,8 @@ from syncline.comm.threads import ThreadCommunicator, ThreadWorld, run_threads
 from syncline.comm.torch_backend import connect
 from syncline.errors import CommunicationError, PlanError
 from syncline.launcher.environment import placement_from_environment
-from syncline.plan import METHODS
 from syncline.spans import EventLog
-from syncline.sync import make_sync
+from syncline.sync import CLASSES, make_sync
 from syncline.train.batches import Batches
 from syncline.workload.images import ImageSet
 from syncline.workload.synthetic import synthetic_images
@@ -28,7 +27,7 @@ Result = TypeVar("Result")
 OnRank = Callable[[Communicator, EventLog], Result]
 
 
-def on_threads(world_size: int, function: OnRank[Result], *, deadline_s: float = 30.0) -> list[Result]:
+def on_threads(world_size: int, function: OnRank[Result], *, deadline_s: float = 20.0) -> list[Result]:
     """function(communicator, log) on every rank, each a thread, with the communicator that the product uses."""
 
     def live(backend: Communicator) -> Result:
@@ -42,7 +41,7 @@ def on_threads(world_size: int, function: OnRank[Result], *, deadline_s: float =
     return run_threads(world_size, live, deadline_s=deadline_s)
 
 
-def on_processes(world_size: int, function: OnRank[Any], *, deadline_s: float = 30.0) -> list[Any]:
+def on_processes(world_size: int, function: OnRank[Any], *, deadline_s: float = 20.0) -> list[Any]:
     """The same over Gloo, each rank a process."""
     return syncline.launch(_live_in_process, function, deadline_s, workers=world_size, threads=1)
 
@@ -77,7 +76,7 @@ def runs_on_threads(method: str) -> bool:
     return True
 
 
-MANY_WORKERS = [method for method in METHODS if method != "single"]
+MANY_WORKERS = [method for method in CLASSES if method != "single"]
 """Methods that average over ranks."""
 ON_THREADS = [method for method in MANY_WORKERS if runs_on_threads(method)]
 

@@ -91,7 +91,8 @@ def test_results_count_every_sample_once(global_batch: int) -> None:
     by_rank = [results for _, results in on_threads(3, two_steps("cnn", "all-reduce", global_batch))]
     model, batches = copy.deepcopy(template("cnn")), small_batches().in_dtype(torch.float64)
     images, labels = batches.train(next(Sharding(200, global_batch, 7).epoch(0)))
-    logits = model(images)
+    with torch.no_grad():
+        logits = model(images)
     assert sum(results[0].num_samples for results in by_rank) == global_batch
     assert sum(results[0].num_correct for results in by_rank) == int((logits.argmax(1) == labels).sum())
     loss = sum(results[0].loss * results[0].num_samples for results in by_rank) / global_batch

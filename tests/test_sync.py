@@ -160,6 +160,7 @@ def test_detach_removes_the_hooks(method: str) -> None:
         sync = make_sync(method, comm)
         module = sync.attach(model)
         integer_loss(module, comm.rank).backward()
+        sync.finish()
         sync.detach()
         model.zero_grad()
         before = len(log.records)
@@ -176,16 +177,18 @@ def test_detach_removes_the_hooks(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ON_THREADS)
-def test_parameter_without_gradient_is_an_error_that_names_it(method: str) -> None:
+def test_parameter_without_gradient_on_one_rank_is_an_error_that_names_it(method: str) -> None:
     def live(comm: Communicator, _: EventLog) -> None:
         model = integer_model("mlp")
-        model.register_parameter("forgotten", nn.Parameter(torch.ones(2)))
+        forgotten = nn.Parameter(torch.ones(2))
+        model.register_parameter("forgotten", forgotten)
         sync = make_sync(method, comm)
-        integer_loss(sync.attach(model), comm.rank).backward()
+        loss = integer_loss(sync.attach(model), comm.rank)
+        (loss + forgotten.sum() if comm.rank == 0 else loss).backward()
         sync.finish()
 
     with pytest.raises(ContractError, match="forgotten") as error:
-        on_threads(2, live, deadline_s=5)
+        on_threads(2, live, deadline_s=3)
     assert error.value.rank in (0, 1)
 
 
@@ -193,7 +196,7 @@ def test_parameter_without_gradient_is_an_error_that_names_it(method: str) -> No
 def test_gradients_are_labelled_and_ready_before_they_are_sent(method: str) -> None:
     def live(comm: Communicator, log: EventLog) -> list[dict[str, object]]:
         model = integer_model("mlp")
-        sync = make_sync(method, comm)
+        sync = make_sync(method, comm, log=log)
         module = sync.attach(model)
         log.records.clear()
         integer_loss(module, comm.rank).backward()

@@ -9,7 +9,9 @@ import typer
 import syncline
 from syncline.cli.compare import compare
 from syncline.cli.data import data
+from syncline.cli.launch import launch
 from syncline.cli.runs import methods, runs
+from syncline.cli.schedule import schedule
 from syncline.cli.train import train
 from syncline.cli.verify import verify
 
@@ -21,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, compare, verify, methods, runs, data):
+for verb in (train, compare, verify, launch, methods, schedule, runs, data):
     app.command()(verb)
 
 

@@ -13,10 +13,14 @@ from syncline.plan import METHODS, Plan, load_plan
 from syncline.report.tables import comparison_table
 from syncline.store import create_run
 
+IN_ONE_WORLD = [name for name in METHODS if name not in ("auto", "mpi")]
+"""What can take turns in one world of torch's ranks."""
+DEFAULT = ["single", "gather-scatter", "point-to-point", "all-reduce", "ddp", "bucketed", "shared-memory"]
+
 
 def compare(
     plan: Annotated[Path | None, typer.Argument(help="A plan (TOML) to start from.")] = None,
-    methods: Annotated[str, typer.Option(help="Methods to compare, with commas between.")] = ",".join(METHODS),
+    methods: Annotated[str, typer.Option(help="Methods to compare, with commas between.")] = ",".join(DEFAULT),
     model: options.Model = None,
     data: options.Data = None,
     data_dir: options.DataDir = None,
@@ -57,12 +61,23 @@ def compare(
 
 def method_names(text: str) -> list[str]:
     """The names in a list with commas; an unknown one is refused as the plan would."""
+    from syncline.resolve import choose_method
+
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise PlanError("no method is named.", action=f"Take some of {', '.join(METHODS)}.")
     for name in names:
         load_plan(None, {"method": name})
-    return list(dict.fromkeys(names))
+    if "mpi" in names:
+        raise PlanError(
+            "method mpi has a world of its own and cannot take turns with the others.",
+            action="Time it with `syncline train --method mpi`.",
+        )
+    return list(
+        dict.fromkeys(
+            choose_method(device="cpu", workers=2, num_hosts=1)[0] if name == "auto" else name for name in names
+        )
+    )
 
 
 def _show(plan: Plan, rows: list[dict[str, Any]], run: str) -> None:

@@ -7,18 +7,21 @@ from typing import Annotated, Any
 import typer
 
 from syncline.cli import options
-from syncline.cli.compare import method_names
+from syncline.cli.compare import IN_ONE_WORLD, method_names
 from syncline.errors import PlanError
-from syncline.plan import METHODS, load_plan
+from syncline.plan import METHOD_OPTIONS, load_plan
 from syncline.report.tables import certificate_table
 
-SENDING = [name for name in METHODS if name != "single"]
+SENDING = [name for name in IN_ONE_WORLD if name != "single"]
 
 
 def verify(
     workers: Annotated[str, typer.Option(help="World sizes, with commas between.")] = "2",
     methods: Annotated[str, typer.Option(help="Methods to certify, with commas between.")] = ",".join(SENDING),
     models: Annotated[str, typer.Option(help="Models to certify on, with commas between.")] = "cnn,vgg11",
+    transfer_dtype: Annotated[
+        str | None, typer.Option(help="Certify 16-bit transfers, bf16 or fp16, of the methods that have them.")
+    ] = None,
     threads: options.Threads = None,
     seed: options.Seed = None,
     port: options.Port = 0,
@@ -30,9 +33,17 @@ def verify(
 
     Exit code 1 if any certificate fails.
     """
+    names = method_names(methods)
+    if transfer_dtype:
+        names = [name for name in names if "transfer_dtype" in METHOD_OPTIONS.get(name, ())]
+    if not names or "single" in names:
+        raise PlanError(
+            "there is nothing to certify: single sends nothing, and not all methods have 16-bit transfers."
+        )
+    flags = {"threads": threads, "seed": seed, "options.transfer_dtype": transfer_dtype}
     rows: list[dict[str, Any]] = []
     for world_size in _world_sizes(workers):
-        rows += _certify(world_size, method_names(methods), models.split(","), threads, seed, port, quiet=as_json)
+        rows += _certify({**flags, "workers": world_size}, names, models.split(","), port, quiet=as_json)
     passed = all(row["passed"] for row in rows)
     if as_json:
         options.print_json({"passed": passed, "certificates": rows})
@@ -43,18 +54,9 @@ def verify(
 
 
 def _certify(
-    world_size: int,
-    methods: list[str],
-    models: list[str],
-    threads: int | None,
-    seed: int | None,
-    port: int,
-    *,
-    quiet: bool,
+    flags: dict[str, Any], methods: list[str], models: list[str], port: int, *, quiet: bool
 ) -> list[dict[str, Any]]:
-    if "single" in methods:
-        raise PlanError("method single sends nothing, so there is nothing to certify.", action="Leave it out.")
-    flags = {"data": "synthetic", "workers": world_size, "threads": threads, "seed": seed, "method": methods[0]}
+    flags = {**flags, "data": "synthetic", "method": methods[0]}
     for model in models:
         load_plan(None, {**flags, "model": model})
     plan = options.resolved(load_plan(None, flags), quiet=True)

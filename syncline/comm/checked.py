@@ -42,7 +42,6 @@ class Checked(Wrapper):
         self._visits: Counter[tuple[str, str, int]] = Counter()
         self._seen: set[tuple[str, str, int, str]] = set()
         self._stalls = StallBoard(inner.store, inner.rank)
-        self._children: list[Checked] = []
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
@@ -68,13 +67,9 @@ class Checked(Wrapper):
         return _CheckedWork(self, operation, place, self._begin(operation, place))
 
     def split(self, name: str) -> Communicator:
-        child = Checked(self.inner.split(name), self.log, deadline_s=self.deadline_s)
-        self._children.append(child)
-        return child
+        return Checked(self.inner.split(name), self.log, deadline_s=self.deadline_s)
 
     def close(self) -> None:
-        for child in self._children:
-            child._stalls.stop()
         self._stalls.stop()
         super().close()
 

@@ -72,10 +72,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def split(self, name: str) -> Communicator:
-        """The same ranks on channels of their own, so that another thread can talk at the same time. Collective.
-
-        Closing the one it was made from closes it too.
-        """
+        """The same ranks on channels of their own, so that another thread can talk at the same time. Collective."""
 
     @abstractmethod
     def close(self) -> None:

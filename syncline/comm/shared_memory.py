@@ -22,11 +22,11 @@ import torch
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import CommunicationError, DeadlineError, PeerLostError, PlanError
+from syncline.launcher.machine import STRONG_MEMORY_ORDER
 
 TOKEN_BYTES = 16
 LINE = 64
 """Bytes between two ranks' flags: a cache line each, so that ranks do not slow each other down."""
-STRONG_MEMORY_ORDER = ("x86_64", "AMD64")
 SPINS = 200
 YIELDS = 200
 LONGEST_SLEEP_S = 0.001
@@ -50,10 +50,9 @@ def check_one_host(communicator: Communicator) -> None:
             )
 
 
-def is_one_host(communicator: Communicator) -> bool:
-    """Whether shared memory works between all ranks. Collective."""
-    identities = _identities(communicator)
-    return platform.machine() in STRONG_MEMORY_ORDER and all(one == identities[0] for one in identities)
+def count_hosts(communicator: Communicator) -> int:
+    """How many hosts the ranks are on, as far as shared memory is concerned. Collective."""
+    return len({tuple(identity) for identity in _identities(communicator)})
 
 
 def _identities(communicator: Communicator) -> list[list[int]]:

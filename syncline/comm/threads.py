@@ -78,6 +78,7 @@ class ThreadCommunicator(Communicator):
         self.world_size = world.world_size
         self.store = world.store
         self._position = 0
+        self._splits = 0
 
     def start(self, operation: Operation) -> Work:
         if operation.name in PAIRWISE:
@@ -97,7 +98,8 @@ class ThreadCommunicator(Communicator):
         return _Waiting(self.world, lambda: True)
 
     def split(self, name: str) -> ThreadCommunicator:
-        return ThreadCommunicator(self.world.child(name), self.rank)
+        self._splits += 1
+        return ThreadCommunicator(self.world.child(f"{name}#{self._splits}"), self.rank)
 
     def close(self) -> None:
         pass

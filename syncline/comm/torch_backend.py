@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class TorchCommunicator(Communicator):
-    """Over a process group that exists already. `close` destroys it only if `owned`."""
+    """Over a process group that exists already. `close` destroys it only if it is `owned`."""
 
     def __init__(
         self, group: dist.ProcessGroup, store: Store, *, owned: bool, deadline: timedelta, host_index: int = 0
@@ -34,6 +34,7 @@ class TorchCommunicator(Communicator):
         self.rank = group.rank()
         self.world_size = group.size()
         self._owned = owned
+        self._splits = 0
         if dist.get_backend(group) == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
 
@@ -43,12 +44,13 @@ class TorchCommunicator(Communicator):
     def split(self, name: str) -> TorchCommunicator:
         ranks = dist.get_process_group_ranks(self.group)
         group = dist.new_group(ranks, timeout=self.deadline, backend=dist.get_backend(self.group))
-        store = dist.PrefixStore(name, self.store)
-        return TorchCommunicator(group, store, owned=False, deadline=self.deadline, host_index=self.host_index)
+        self._splits += 1
+        store = dist.PrefixStore(f"{name}#{self._splits}", self.store)
+        return TorchCommunicator(group, store, owned=True, deadline=self.deadline, host_index=self.host_index)
 
     def close(self) -> None:
         if self._owned and dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(self.group)
 
 
 class _TorchWork:

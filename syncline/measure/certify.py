@@ -34,6 +34,7 @@ from syncline.train.step import Worker, gradient_step
 from syncline.workload.sharding import Shard, Sharding
 
 LEARNING_RATE = 0.01
+LOSSY = "lossy transfers"
 CAUSES: dict[str, type[nn.Module]] = {
     "batch-norm statistics per rank": nn.modules.batchnorm._BatchNorm,
     "dropout masks": nn.modules.dropout._DropoutNd,
@@ -65,6 +66,9 @@ class Certifier:
     batches: Batches
     sharding: Sharding
     log: EventLog
+    make_exact: Callable[[Communicator], GradientSync] | None = None
+    """The same method without lossy transfers, where `make_sync` has them."""
+    wire_dtype: torch.dtype | None = None
     steps: int = 3
 
     def run(self) -> Certificate | None:
@@ -79,6 +83,7 @@ class Certifier:
         """Compare; where it differs and the model has layers that may cause it, compare again without them."""
         verdict = compare([])
         present = [cause for cause in causes if _layers(self.make_model(), cause)]
+        present += [LOSSY] if self.make_exact is not None else []
         if self._same_on_all(verdict.passed) or not present:
             return verdict
         without = compare(present)
@@ -93,8 +98,11 @@ class Certifier:
             found = self._gradient_of_every_rank(worker, step)
             if self.communicator.rank == 0:
                 parts = self._one_after_the_other(reference, step)
-                verdicts += [self._locate(judge_sum(one, parts), rank, step) for rank, one in enumerate(found)]
+                verdicts += [
+                    self._locate(judge_sum(one, parts, self.wire_dtype), rank, step) for rank, one in enumerate(found)
+                ]
                 _update(reference, mean_in_rank_order(parts))
+        worker.sync.detach()
         return worst(verdicts)
 
     def _against_one_worker(self, off: list[str]) -> Verdict:
@@ -103,6 +111,7 @@ class Certifier:
         reference = _turned_off(self.make_model().double(), off)
         self._equalise(model, reference)
         found = self._gradient_of_every_rank(worker, 0)
+        worker.sync.detach()
         whole = next(replace(self.sharding, rank=0, world_size=1).epoch(0))
         expected = _gradient(reference, batches, whole, 1.0) if found else torch.empty(0)
         return worst([self._locate(judge_close(one, expected), rank, 0) for rank, one in enumerate(found)])
@@ -115,12 +124,14 @@ class Certifier:
             self._gradient_of_every_rank(worker, step, update=True)
             if self.communicator.rank == 0:
                 _update(reference, mean_in_rank_order(self._one_after_the_other(reference, step)))
+        worker.sync.detach()
         pairs = zip(model.parameters(), reference.parameters(), strict=True)
         apart = max(float((one - other).detach().abs().max()) for one, other in pairs)
         return apart / max(float(parameter.detach().abs().max()) for parameter in reference.parameters())
 
     def _worker(self, model: nn.Module, batches: Batches, off: list[str]) -> tuple[nn.Module, Worker]:
-        sync = self.make_sync(self.communicator)
+        make = self.make_exact if LOSSY in off and self.make_exact is not None else self.make_sync
+        sync = make(self.communicator)
         module = sync.attach(model)
         _turned_off(module, off)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -193,6 +204,8 @@ def _layers(model: nn.Module, cause: str) -> list[nn.Module]:
 
 def _turned_off(model: nn.Module, causes: list[str]) -> nn.Module:
     for cause in causes:
+        if cause == LOSSY:
+            continue
         for layer in _layers(model, cause):
             layer.eval()
     return model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,7 +17,7 @@ CLOSE = 1e-10
 
 @dataclass(frozen=True)
 class Verdict:
-    status: Literal["bitwise", "order", "explained", "different"]
+    status: Literal["bitwise", "order", "lossy", "explained", "different"]
     ratio: float
     """Largest error over its bound; at most 1 is within."""
     index: int = 0
@@ -30,11 +30,12 @@ class Verdict:
         return self.status != "different"
 
 
-def judge_sum(found: Tensor, parts: Sequence[Tensor]) -> Verdict:
+def judge_sum(found: Tensor, parts: Sequence[Tensor], wire_dtype: torch.dtype | None = None) -> Verdict:
     """Is `found` the mean of the parts, to the bit or within what the order of summation can do?
 
     A sum of n numbers in any order errs by at most (n-1) u sum|g_i|. Dividing by n adds a rounding of its own, unless
-    n is a power of two.
+    n is a power of two. A 16-bit wire rounds each number at most n times on its way and the result once more, with
+    the wire's unit; such a result is lossy at best.
     """
     if torch.equal(found, mean_in_rank_order(parts)):
         return Verdict("bitwise", 0.0)
@@ -43,7 +44,15 @@ def judge_sum(found: Tensor, parts: Sequence[Tensor]) -> Verdict:
     exact = torch.stack([part.double() for part in parts])
     unit = torch.finfo(found.dtype).eps / 2
     bound = roundings * unit * (1 + 1e-6) * exact.abs().sum(0) / num_parts
-    return _within(found.double() - exact.sum(0) / num_parts, bound + torch.finfo(found.dtype).tiny)
+    error = found.double() - exact.sum(0) / num_parts
+    if wire_dtype is None:
+        return _within(error, bound + torch.finfo(found.dtype).tiny)
+    wire = torch.finfo(wire_dtype)
+    bound = bound + (num_parts + 1) * (
+        wire.eps / 2 * exact.abs().sum(0) / num_parts + wire.smallest_normal * wire.eps
+    )
+    verdict = _within(error, bound)
+    return replace(verdict, status="lossy") if verdict.passed else verdict
 
 
 def judge_close(found: Tensor, reference: Tensor) -> Verdict:
@@ -64,7 +73,7 @@ def _within(error: Tensor, bound: Tensor) -> Verdict:
 
 def worst(verdicts: Sequence[Verdict]) -> Verdict:
     """The one that decides: any difference first, then the largest error. Without verdicts, nothing is wrong."""
-    order = {"different": 2, "order": 1, "bitwise": 0, "explained": 0}
+    order = {"different": 3, "lossy": 2, "order": 1, "bitwise": 0, "explained": 0}
     return max(
         verdicts,
         key=lambda verdict: (order[verdict.status], verdict.ratio),

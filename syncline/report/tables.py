@@ -78,6 +78,8 @@ def describe(verdict: dict[str, Any]) -> str:
         return "bitwise equal"
     if status == "order":
         return f"equal but for order ({verdict['ratio']:.2g})"
+    if status == "lossy":
+        return f"lossy, within its bound ({verdict['ratio']:.2g})"
     if status == "explained":
         return f"differs: {verdict['cause']}; equal without"
     return f"WRONG at {verdict['where']} ({verdict['ratio']:.2g} x the bound)"

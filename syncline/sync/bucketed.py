@@ -191,6 +191,8 @@ class _Sender:
             self._tasks.put(None)
             self._thread.join()
             self._thread = None
+        for channel in self._channels:
+            channel.close()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -45,6 +45,8 @@ class FlatSync(GradientSync):
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[RemovableHandle] = []
         self._paused = False
+        self._under_way = False
+        self.layout = Layout((), (), {})
 
     # What a subclass adds.
 
@@ -72,6 +74,8 @@ class FlatSync(GradientSync):
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._names = [name for name, _ in trained]
         self._parameters = [parameter for _, parameter in trained]
+        if self.communicator.world_size == 1:
+            return model  # the gradients are the mean already
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._lay_out(list(reversed(range(len(trained)))))
         self._hooks = [

@@ -38,6 +38,7 @@ class SharedMemory(FlatSync):
         check_one_host(communicator)
         self._log = log
         self._rows: list[list[Tensor]] = []
+        self._barrier: Barrier | None = None
 
     def allocate(self, layout: Layout) -> dict[Group, Tensor]:
         for _, device in layout.lengths:
@@ -61,13 +62,15 @@ class SharedMemory(FlatSync):
 
     def detach(self) -> None:
         super().detach()
-        self._barrier.close()
+        if self._barrier is not None:
+            self._barrier.close()
 
     def bucket_ready(self, number: int) -> None:
         """Nothing to do before all ranks are ready."""
 
     def complete(self) -> None:
         ready_ns = max(self._ready.values(), default=time.monotonic_ns())
+        assert self._barrier is not None, "attach a model first"
         self._barrier.wait("waiting for all gradients")
         start_ns = time.monotonic_ns()
         for row in self._rows:

@@ -11,11 +11,13 @@ import io
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import RunFolderError
@@ -64,11 +66,24 @@ def load(folder: Path, worker: Worker, communicator: Communicator) -> Progress:
     newest = checkpoints[-1]
     shared = _read(newest / "rank-0.pt")
     own = shared if communicator.rank == 0 else _read(newest / f"rank-{communicator.rank}.pt")
-    worker.model.load_state_dict({**shared["parameters"], **own["buffers"]})
+    _restore(worker.model.named_parameters(), shared["parameters"], newest)
+    _restore(worker.model.named_buffers(), own["buffers"], newest)
     worker.optimizer.load_state_dict(shared["optimizer"])
     worker.sync.load_state(shared["sync"])
     torch.set_rng_state(own["random_state"])
     return Progress(**own["progress"])
+
+
+def _restore(tensors: Iterable[tuple[str, Tensor]], saved: dict[str, Tensor], path: Path) -> None:
+    """By name: load_state_dict would refuse tied parameters and buffers that are not persistent."""
+    present = dict(tensors)
+    if {name: value.shape for name, value in present.items()} != {name: value.shape for name, value in saved.items()}:
+        raise RunFolderError(
+            f"the model is not the one of {path}.", action="Resume with the same model, or start anew."
+        )
+    with torch.no_grad():
+        for name, tensor in present.items():
+            tensor.copy_(saved[name])
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -61,13 +61,14 @@ def gradient_step(worker: Worker, shard: Shard) -> StepResult:
     with span("data"):
         images, labels = worker.batches.train(shard)
 
-    with span("forward"), buffers_kept(worker.model, when=empty):
-        logits = worker.module(images)
-        loss = cross_entropy(logits, labels)
+    with buffers_kept(worker.model, when=empty):
+        with span("forward"):
+            logits = worker.module(images)
+            loss = cross_entropy(logits, labels)
 
-    # The weight makes the average over ranks the mean over the global batch, also where shards are uneven.
-    with span("backward"):
-        (loss * shard.weight).backward()
+        # The weight makes the average over ranks the mean over the global batch, also where shards are uneven.
+        with span("backward"):
+            (loss * shard.weight).backward()
 
     # Methods that overlap have sent most by now; what is left here is the communication that a user pays for.
     with span("sync"):

@@ -1,0 +1,91 @@
+"""One training step side by side: bare (no synchronisation), DDP, and our methods, taking turns in one world.
+
+    python benchmarks/step.py --workers 2 --save
+
+Bare is the same step without any method: what synchronisation costs is what lies above it. The ratio is to DDP, round
+by round: below 1 is faster than DDP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from support import Contender, ratio, slowest, take_turns, write_result
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from syncline.comm import instrumented
+from syncline.comm.torch_backend import connect
+from syncline.launcher.local import run_ranks
+from syncline.spans import EventLog
+from syncline.sync import make_sync
+from syncline.units import format_seconds
+from syncline.workload.models import build_model
+
+METHODS = ("bare", "ddp", "bucketed", "shared-memory")
+
+
+def parameter_heavy() -> nn.Module:
+    """Many parameters, little compute: 25 M parameters, 100 MB of gradients."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 4096), nn.ReLU(), nn.Linear(4096, 3000), nn.Linear(3000, 10))
+
+
+def measure(model_name: str, batch: int, methods: list[str], rounds: int) -> dict[str, list[float]]:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    backend = connect(backend="gloo", rank=rank, world_size=world_size, deadline=timedelta(seconds=120))
+    communicator = instrumented(backend, EventLog(keep=False), deadline_s=120)
+    torch.manual_seed(rank)
+    images = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
+    labels = torch.randint(10, (batch,))
+    contenders = {}
+    for method in methods:
+        model = parameter_heavy() if model_name == "heavy" else build_model("vgg11", seed=1, channels_last=True)
+        sync = None if method == "bare" else make_sync(method, communicator)
+        module = model if sync is None else sync.attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+        def step(module=module, sync=sync, optimizer=optimizer) -> None:  # type: ignore[no-untyped-def]
+            cross_entropy(module(images), labels).backward()
+            if sync is not None:
+                sync.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        contenders[method] = Contender(step)
+    seconds = take_turns(contenders, rounds, meet=dist.barrier, warmup=3)
+    communicator.close()
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", default="1,2,4")
+    parser.add_argument("--batches", default="8,16,64", help="images per worker, with commas between")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--save", action="store_true", help="keep the result beside this file")
+    chosen = parser.parse_args()
+    lines = ["| model | images per worker | workers | method | median | time / ddp (quartiles) | time / bare |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    cases = [("vgg11", int(batch)) for batch in chosen.batches.split(",")] + [("heavy", 8)]
+    for world_size in map(int, chosen.workers.split(",")):
+        for model, batch in cases:
+            args = (model, batch, chosen.methods.split(","), chosen.rounds)
+            times = slowest(run_ranks(measure, args, workers=world_size, log_dir=None))
+            for method, seconds in times.items():
+                middle, lower, upper = ratio(seconds, times["ddp"])
+                over_bare = ratio(seconds, times["bare"])[0] if "bare" in times else float("nan")
+                lines.append(
+                    f"| {model} | {batch} | {world_size} | {method} | {format_seconds(statistics.median(seconds))} "
+                    f"| {middle:.3f} ({lower:.3f}-{upper:.3f}) | {over_bare:.3f} |"
+                )
+    write_result("step", lines, save=chosen.save)
+
+
+if __name__ == "__main__":
+    main()
