@@ -12,8 +12,8 @@ adopted; otherwise the launcher's environment is followed; a process that nobody
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ from syncline.comm import Communicator, instrumented
 from syncline.comm.shared_memory import count_hosts
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.comm.torch_backend import adopt, connect
-from syncline.errors import PlanError
+from syncline.errors import PlanError, UsageError
 from syncline.launcher.environment import placement_from_environment
 from syncline.plan import parse_plan
 from syncline.resolve import choose_method
@@ -84,13 +84,17 @@ class DataParallel(nn.Module):
         self.method, self.reason = _choose(method, module, self.communicator)
         if find_unused_parameters and self.method != "ddp":
             options.setdefault("unused", "zero")
-        parse_plan({"method": self.method, "options": options})  # refuses what the method does not take
+        # Refuses what the method does not take; what auto takes is fine whatever it chose.
+        options = parse_plan({"method": method, "options": options}).options_for(self.method)
+        if find_unused_parameters and self.method == "ddp":
+            options["find_unused_parameters"] = True
         self.log.method = self.method
         self.module = module
         self.sync = make_sync(self.method, self.communicator, log=None if self.log.off else self.log, **options)
         self._called = self.sync.attach(module)
         self._broadcast_buffers = broadcast_buffers
         self._ends_backward = False
+        self._accumulates = False
         self._uneven: _Join | None = None
         if not isinstance(self.sync, DDP):
             for parameter in module.parameters():
@@ -106,7 +110,9 @@ class DataParallel(nn.Module):
         return self.communicator.world_size
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._uneven is not None:
+        if torch._C._current_graph_task_id() == -1:
+            self._ends_backward = False  # a backward that raised did not come to its end
+        if self._uneven is not None and torch.is_grad_enabled() and not self._accumulates:
             self._uneven.announce(active=True)
         if self._broadcast_buffers and self.training and torch.is_grad_enabled():
             self._share_buffers()
@@ -117,9 +123,15 @@ class DataParallel(nn.Module):
         # (reentrant checkpointing), whose end is not the end.
         return tree_map(self._tied, outputs)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Inside, backward accumulates locally; the next backward outside averages the sum."""
-        return self.sync.no_sync()
+        before, self._accumulates = self._accumulates, True
+        try:
+            with self.sync.no_sync():
+                yield
+        finally:
+            self._accumulates = before
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """torch's communication hooks, for the methods with buckets: the hook averages each bucket."""
@@ -150,7 +162,8 @@ class DataParallel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Takes the keys of the module itself, and those of torch's wrapper, which begin with 'module.'."""
-        wrapped = all(key.startswith("module.") for key in state_dict) and bool(state_dict)
+        own = self.module.state_dict().keys()
+        wrapped = all(key.startswith("module.") and key not in own for key in state_dict) and bool(state_dict)
         plain = {key.removeprefix("module."): value for key, value in state_dict.items()} if wrapped else state_dict
         return self.module.load_state_dict(plain, *args, **kwargs)
 
@@ -167,8 +180,9 @@ class DataParallel(nn.Module):
         self.communicator.close()
 
     def _tied(self, output: Any) -> Any:
-        if isinstance(output, Tensor) and output.requires_grad:
-            return _AtBackward.apply(self._at_end_of_backward, output)  # type: ignore[no-untyped-call]
+        # A hook leaves the output as it is: users may change it in place.
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            output.register_hook(lambda _: self._at_end_of_backward())
         return output
 
     def _at_end_of_backward(self) -> None:
@@ -181,27 +195,14 @@ class DataParallel(nn.Module):
         self.sync.finish()
 
     def _share_buffers(self) -> None:
+        root = self._uneven.root if self._uneven is not None else 0
         with self.communicator.scope("buffers"):
             for name, buffer in self.module.named_buffers():
-                self.communicator.broadcast(buffer, label=name)
-
-
-class _AtBackward(torch.autograd.Function):
-    """Passes values through unchanged; calls `note` when backward passes."""
-
-    @staticmethod
-    def forward(context: Any, note: Callable[[], None], values: Tensor) -> Tensor:
-        context.note = note
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        context.note()
-        return None, gradient
+                self.communicator.broadcast(buffer, root=root, label=name)
 
 
 class _Join:
-    """Uneven inputs: before every forward, ranks say whether they still have a batch."""
+    """Uneven inputs: before every forward that leads to an average, ranks say whether they still have a batch."""
 
     def __init__(self, wrapper: DataParallel) -> None:
         self.wrapper = wrapper
@@ -218,16 +219,22 @@ class _Join:
     def shadow(self) -> None:
         """Take part with nothing until nobody is left, then take over what the last to finish have."""
         while self.announce(active=False):
+            if self.wrapper._broadcast_buffers and self.wrapper.training:
+                self.wrapper._share_buffers()
             self.wrapper.sync.finish_without_gradients()
-        root = self.last_active[-1] if self.last_active else 0
-        broadcast_state(self.wrapper.communicator, self.wrapper.module, root=root)
+        broadcast_state(self.wrapper.communicator, self.wrapper.module, root=self.root)
+
+    @property
+    def root(self) -> int:
+        """A rank that was there to the last: its parameters and buffers count."""
+        return self.last_active[-1] if self.last_active else 0
 
 
 def _join(process_group: dist.ProcessGroup | None, deadline_s: float) -> Communicator:
     deadline = timedelta(seconds=deadline_s)
-    place = placement_from_environment()
     if dist.is_initialized():
-        return adopt(process_group, deadline=deadline, host_index=place.host_index if place else 0)
+        return adopt(process_group, deadline=deadline, host_index=_host_index())
+    place = placement_from_environment()
     if process_group is not None:
         raise PlanError("process_group was given, but torch.distributed is not initialised.")
     if place is None:
@@ -239,6 +246,15 @@ def _join(process_group: dist.ProcessGroup | None, deadline_s: float) -> Communi
         deadline=deadline,
         host_index=place.host_index,
     )
+
+
+def _host_index() -> int:
+    """As the launcher says; people who make the group themselves often set some of its variables only."""
+    try:
+        place = placement_from_environment()
+    except UsageError:
+        return 0
+    return place.host_index if place else 0
 
 
 def _choose(method: str, module: nn.Module, communicator: Communicator) -> tuple[str, str]:

@@ -29,6 +29,7 @@ METHODS = {
     "tree": "bucketed, each bucket summed up a binary tree and handed down again",
     "halving-doubling": "bucketed, each bucket by recursive halving and doubling",
     "shared-memory": "ranks of one host average in memory that they share; nothing is sent",
+    "mpi": "bucketed over MPI, started through mpiexec",
     "auto": "shared-memory where all ranks are on one host, bucketed otherwise",
 }
 _BUCKETED = ("bucket_cap_mb", "transfer_dtype", "groups", "overlap", "unused")
@@ -39,6 +40,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "tree": _BUCKETED,
     "halving-doubling": _BUCKETED,
     "shared-memory": ("unused",),
+    "mpi": ("bucket_cap_mb", "transfer_dtype", "overlap", "unused", "collective"),
     "auto": ("unused",),
 }
 """The options that each method takes; the others take none."""
@@ -189,6 +191,8 @@ class Plan(Section):
             )
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend nccl needs device cuda: take gloo, or device cuda.")
+        if self.method == "mpi" and self.device != "cpu":
+            raise ValueError("method mpi sends from the memory of the CPU: take device cpu, or another method.")
         return self
 
     def replace(self, **changes: Any) -> Plan:

@@ -67,7 +67,9 @@ class EventLog:
         now = time.monotonic_ns()
         if self._file is not None and (force or now - self._flushed_ns > FLUSH_EVERY_NS):
             self._flushed_ns = now
-            records, self.records = self.records, []
+            # In place: a thread that adds at this moment adds to the same list.
+            records = self.records[:]
+            del self.records[: len(records)]
             self._write(records)
 
     def close(self) -> None:

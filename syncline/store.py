@@ -89,7 +89,7 @@ def create_run(path: Path | None, *, kind: str, plan: Plan, label: str) -> RunFo
         raise RunFolderError(
             f"{path} is not empty.", action="Choose another --run-dir, or continue that run with --resume."
         )
-    info = {"format": FORMAT, "kind": kind, "created": now.isoformat(timespec="seconds"), "status": "running"}
+    info = {"format": FORMAT, "kind": kind, "created": now.isoformat(timespec="microseconds"), "status": "running"}
     made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,9 +156,14 @@ def resumable_run(path: Path | None) -> RunFolder:
 
 
 def list_runs(root: Path = ROOT) -> list[RunFolder]:
-    """All runs under a folder, oldest first."""
-    runs = [RunFolder(info.parent) for info in root.glob("*/run.json") if not info.parent.name.startswith(".")]
-    return sorted(runs, key=lambda run: (run.info().get("created", ""), run.path.name))
+    """All runs under a folder that can be read, oldest first."""
+    created: dict[RunFolder, str] = {}
+    for path in root.glob("*/run.json"):
+        run = RunFolder(path.parent)
+        if not run.path.name.startswith("."):
+            with contextlib.suppress(RunFolderError):  # one damaged folder must not hide the others
+                created[run] = str(run.info().get("created", ""))
+    return sorted(created, key=lambda run: (created[run], run.path.name))
 
 
 def write_atomic(path: Path, text: str) -> None:

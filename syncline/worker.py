@@ -3,6 +3,7 @@
 The same plan runs under Syncline's own launcher (`syncline train`) and under anybody else's:
 
     torchrun --nproc-per-node 4 -m syncline.worker plan.toml
+    mpiexec -n 4 python -m syncline.worker plan.toml         # with method = "mpi"
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from syncline.comm import Communicator, instrumented
+from syncline.comm.mpi_backend import aborting, connect_mpi
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.comm.torch_backend import connect
 from syncline.errors import PlanError, SynclineError
@@ -113,6 +116,7 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
     plan = rank.plan
     batches, num_train, source = _batches(rank)
     model = make_model(plan, rank.device)
+    torch.manual_seed(_rank_seed(plan.seed, rank.number))
     rank.log.method = plan.method
     sync = make_sync(plan.method, rank.communicator, log=rank.log, **plan.options_for(plan.method))
     worker = Worker(model, sync.attach(model), sync, make_optimizer(plan, model), batches, rank.log)
@@ -126,6 +130,11 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
     run.write_summary(summary)
     run.set_status("finished")
     return summary
+
+
+def _rank_seed(seed: int, rank: int) -> int:
+    """For what a model draws in forward (dropout): other masks on every rank, the same ones in every run."""
+    return int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0])
 
 
 def _summary(
@@ -207,6 +216,13 @@ def _backend(plan: Plan, place: Placement) -> Communicator:
     if plan.method == "single":
         return ThreadCommunicator(ThreadWorld(1, deadline_s=plan.deadline_s), 0)
     deadline = timedelta(seconds=plan.deadline_s)
+    if plan.method == "mpi":
+        return connect_mpi(deadline)
+    if not place.master_addr:
+        raise PlanError(
+            f"mpiexec gives ranks no place to meet, which method {plan.method} needs.",
+            action="Take method mpi, start with torchrun, or set MASTER_ADDR and MASTER_PORT.",
+        )
     return connect(
         backend=plan.backend or "gloo",
         rank=place.rank,
@@ -268,4 +284,5 @@ def _ending_noted(run: RunFolder, rank: int) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with aborting():
+        sys.exit(main())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -38,7 +39,19 @@ def on_threads(world_size: int, function: OnRank[Result], *, deadline_s: float =
         finally:
             communicator.close()
 
-    return run_threads(world_size, live, deadline_s=deadline_s)
+    with one_compute_thread():
+        return run_threads(world_size, live, deadline_s=deadline_s)
+
+
+@contextmanager
+def one_compute_thread() -> Iterator[None]:
+    """Ranks that are threads would fight for the cores with each other's compute threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def on_processes(world_size: int, function: OnRank[Any], *, deadline_s: float = 20.0) -> list[Any]:
@@ -76,7 +89,8 @@ def runs_on_threads(method: str) -> bool:
     return True
 
 
-MANY_WORKERS = [method for method in CLASSES if method != "single"]
+MANY_WORKERS = [method for method in CLASSES if method not in ("single", "mpi")]
+"""The methods for ranks that torch starts; mpi has ranks and tests of its own."""
 """Methods that average over ranks."""
 ON_THREADS = [method for method in MANY_WORKERS if runs_on_threads(method)]
 
@@ -150,6 +164,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@cache
 def expected_mean(name: str, world_size: int, turns: int = 1) -> dict[str, Tensor]:
     """The ranks one after the other, in plain PyTorch."""
     model = integer_model(name)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from syncline import sync
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.errors import PlanError
-from syncline.plan import DATA, METHODS, MODELS, Plan, load_plan, parse_plan
+from syncline.plan import DATA, METHOD_OPTIONS, METHODS, MODELS, Plan, load_plan, parse_plan
 from syncline.workload.models import BUILDERS
 from syncline.workload.sources import DATA_NAMES
 
@@ -145,23 +145,51 @@ def test_plan_is_frozen_and_replace_gives_a_checked_one() -> None:
         plan.replace(workers=0)
 
 
-def test_tables_are_what_the_plan_takes() -> None:
-    assert set(get_args(Plan.model_fields["method"].annotation)) == set(METHODS)
-    assert set(get_args(Plan.model_fields["data"].annotation)) == set(DATA)
+OPTIONS = {
+    "bucket_cap_mb": 2.0,
+    "collective": "ring",
+    "transfer_dtype": "bf16",
+    "groups": 2,
+    "overlap": False,
+    "unused": "zero",
+}
+"""A right value for every option that some method takes."""
 
 
-def test_tables_are_what_the_stages_implement() -> None:
-    assert set(sync.CLASSES) == set(METHODS)
-    assert set(BUILDERS) == set(MODELS)
-    assert set(DATA_NAMES) == set(DATA)
+def test_every_option_has_an_example_here() -> None:
+    assert {option for taken in METHOD_OPTIONS.values() for option in taken} == set(OPTIONS)
+    assert set(METHOD_OPTIONS) <= set(METHODS)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_can_be_made_by_its_name(method: str) -> None:
+def test_method_is_taken_with_its_options_and_no_other(method: str) -> None:
+    assert parse_plan({"method": method}).method == method
+    for option, value in OPTIONS.items():
+        values = {"method": method, "options": {option: value}}
+        if option in METHOD_OPTIONS.get(method, ()):
+            assert parse_plan(values).options_for(method) == {option: value}
+        else:
+            with pytest.raises(PlanError, match=option):
+                parse_plan(values)
+
+
+def test_tables_are_what_the_stages_implement() -> None:
+    assert set(sync.CLASSES) == set(METHODS) - {"auto"}  # resolved before any rank starts
+    assert set(get_args(Plan.model_fields["data"].annotation)) == set(DATA) == set(DATA_NAMES)
+    assert set(BUILDERS) == set(MODELS)
+
+
+@pytest.mark.parametrize("method", sync.CLASSES)
+def test_method_can_be_made_by_its_name_and_takes_its_options(method: str) -> None:
     """On one thread, or else it says what it needs instead."""
+    one_thread = ThreadCommunicator(ThreadWorld(1), 0)
     try:
-        made = sync.make_sync(method, ThreadCommunicator(ThreadWorld(1), 0))
+        made = [sync.make_sync(method, one_thread)]
+        made += [
+            sync.make_sync(method, one_thread, **{name: OPTIONS[name]}) for name in METHOD_OPTIONS.get(method, ())
+        ]
     except PlanError as error:
         assert method in str(error)  # noqa: PT017
+        assert method == "ddp"
     else:
-        assert isinstance(made, sync.GradientSync)
+        assert all(isinstance(one, sync.GradientSync) for one in made)

@@ -74,9 +74,12 @@ def one_worker(global_batch: int) -> dict[str, Tensor]:
     return state(model)
 
 
-@pytest.mark.parametrize("method", ON_THREADS)
+SIZES = [(1, 4), (2, 5), (2, 1), (3, 7), (3, 2), (4, 9), (4, 3), (5, 11), (5, 2), (5, 1)]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "global_batch"), [(1, 4), (2, 5), (2, 1), (3, 7), (3, 2), (4, 9), (4, 3), (5, 11), (5, 2), (5, 1)]
+    ("world_size", "global_batch", "method"),
+    [(*sizes, "all-reduce") for sizes in SIZES] + [(3, 2, method) for method in ON_THREADS],
 )
 def test_any_world_takes_the_step_of_one_worker(world_size: int, global_batch: int, method: str) -> None:
     expected = one_worker(global_batch)

@@ -14,6 +14,7 @@ import typer
 
 from syncline.errors import Interrupted, PlanError, UsageError
 from syncline.launcher.local import oversubscription, run_ranks, start_fork_server
+from syncline.launcher.mpi import run_ranks_mpi
 from syncline.plan import Plan
 from syncline.store import RunFolder
 from syncline.units import format_bytes
@@ -52,7 +53,8 @@ def resolved(plan: Plan, *, quiet: bool) -> Plan:
     """The plan with data and threads filled in; says which data it is and whether cores are short."""
     from syncline.resolve import resolve
 
-    start_fork_server(["syncline.worker"])  # it loads torch while the data is checked
+    if plan.method != "mpi":
+        start_fork_server(["syncline.worker"])  # it loads torch while the data is checked
     plan, sentence = resolve(plan, ranks_per_host=plan.workers, progress=show_fetch)
     if not quiet:
         print(sentence)
@@ -84,6 +86,8 @@ def running(run: RunFolder, *, resumed: bool = False) -> Iterator[None]:
 
 def on_ranks(function: Callable[..., Any], args: tuple[Any, ...], plan: Plan, log_dir: Path | None, port: int) -> Any:
     """Run a worker function on the plan's ranks; rank 0's result."""
+    if plan.method == "mpi":
+        return run_ranks_mpi(function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads)[0]
     results = run_ranks(
         function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads,
         preload=["syncline.worker"], port=port,

@@ -5,8 +5,8 @@ that a signature (operation, root, shape, strides, dtype) occurs at a call, rank
 works whatever Gloo does. Calls are counted from the start of a scope, so a step's collectives are compared in the
 first step only, and later steps cost a set look-up.
 
-Sends and receives concern two ranks. The sender publishes and goes on; the receiver compares before its receive is
-posted, when it is waited for. So neither order of sends and receives can lock up in the comparison itself.
+Sends and receives concern two ranks. The sender publishes and goes on; the receiver compares, and posts its receive,
+when this rank first waits for anything. By then its own sends are on their way, so the comparison cannot lock up.
 
 When a deadline passes, the ranks that are not stalled at the same place are the missing ones.
 """
@@ -14,7 +14,7 @@ When a deadline passes, the ranks that are not stalled at the same place are the
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,32 +38,38 @@ class Checked(Wrapper):
         self.log = log
         self.deadline_s = deadline_s
         self._scope = ""
-        self._counts: Counter[str] = Counter()
-        self._visits: Counter[tuple[str, str, int]] = Counter()
-        self._seen: set[tuple[str, str, int, str]] = set()
+        self._counts: dict[str, int] = {}
+        self._visits: dict[tuple[str, str, int], int] = {}
+        self._seen: set[tuple[object, ...]] = set()
+        self._unposted: deque[_CheckedWork] = deque()
         self._stalls = StallBoard(inner.store, inner.rank)
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
         outer = (self._scope, self._counts)
-        self._scope, self._counts = name, Counter()
+        self._scope, self._counts = name, {}
         try:
             yield
         finally:
             self._scope, self._counts = outer
 
     def start(self, operation: Operation) -> Work:
+        tensor = operation.tensor
         place = self._next_place(_channel(operation, self.rank))
-        signature = _signature(operation)
-        known = (place.scope, place.channel, place.index, signature)
-        if known in self._seen:
-            return _CheckedWork(self, operation, place, self._begin(operation, place))
-        self._seen.add(known)
-        self.store.set(_key(place, self.rank), signature)
-        if operation.name == "receive":
-            return _CheckedWork(self, operation, place, None)
-        if operation.name != "send":
-            self._compare(operation, place, range(self.world_size))
+        # Compared as values, not as text: this is on the path of every message.
+        known = (
+            place.scope, place.channel, place.index,
+            operation.name, operation.peer, tensor.dtype, tensor.shape, tensor.stride(),
+        )  # fmt: skip
+        if known not in self._seen:
+            self._seen.add(known)
+            self.store.set(_key(place, self.rank), _signature(operation))
+            if operation.name == "receive":
+                work = _CheckedWork(self, operation, place, None)
+                self._unposted.append(work)
+                return work
+            if operation.name != "send":
+                self._compare(operation, place, range(self.world_size))
         return _CheckedWork(self, operation, place, self._begin(operation, place))
 
     def split(self, name: str) -> Communicator:
@@ -73,29 +79,40 @@ class Checked(Wrapper):
         self._stalls.stop()
         super().close()
 
-    def finish(self, operation: Operation, place: Place, work: Work | None) -> None:
-        """Wait for an operation; a receive that is new here is compared and posted first."""
-        if work is None:
-            assert operation.peer is not None
-            self._compare(operation, place, [self.rank, operation.peer])
-            work = self._begin(operation, place)
-        with self._located(operation, place), self._stalls.waiting(Stall(place, _signature(operation))):
-            work.wait()
+    def finish(self, work: _CheckedWork) -> None:
+        """Wait for an operation. Receives that are new are compared and posted first, in the order of the calls."""
+        while self._unposted:
+            receive = self._unposted.popleft()
+            assert receive.operation.peer is not None
+            self._compare(receive.operation, receive.place, [self.rank, receive.operation.peer])
+            receive.work = self._begin(receive.operation, receive.place)
+        assert work.work is not None
+        operation, place = work.operation, work.place
+        self._stalls.enter(place, lambda: _signature(operation))
+        try:
+            work.work.wait()
+        except CommunicationError as error:
+            raise self._located(error, operation, place) from error
+        self._stalls.leave()
 
     def _next_place(self, channel: str) -> Place:
-        index = self._counts[channel]
-        self._counts[channel] += 1
-        visit = self._visits[self._scope, channel, index]
-        self._visits[self._scope, channel, index] += 1
+        index = self._counts.get(channel, 0)
+        self._counts[channel] = index + 1
+        key = (self._scope, channel, index)
+        visit = self._visits.get(key, 0)
+        self._visits[key] = visit + 1
         return Place(self._scope, channel, index, visit)
 
     def _begin(self, operation: Operation, place: Place) -> Work:
-        with self._located(operation, place):
+        try:
             return self.inner.start(operation)
+        except CommunicationError as error:
+            raise self._located(error, operation, place) from error
 
     def _compare(self, operation: Operation, place: Place, ranks: Sequence[int]) -> None:
-        with self._stalls.waiting(Stall(place, _signature(operation))):
-            found = self._collect(operation, place, ranks)
+        self._stalls.enter(place, lambda: _signature(operation))
+        found = self._collect(operation, place, ranks)
+        self._stalls.leave()
         if len(set(found.values())) > 1:
             calls = "; ".join(f"rank {rank} calls {text}" for rank, text in sorted(found.items()))
             raise ContractError(
@@ -134,22 +151,18 @@ class Checked(Wrapper):
             where = "as in earlier steps" if stall.place == place else f"at {stall.place}"
             found[rank] = f"{stall.signature} {where}"
 
-    @contextmanager
-    def _located(self, operation: Operation, place: Place) -> Iterator[None]:
-        """Errors from below leave with rank, step, method, operation, tensor and the missing ranks."""
-        try:
-            yield
-        except DeadlineError as error:
+    def _located(self, error: CommunicationError, operation: Operation, place: Place) -> CommunicationError:
+        """The error from below with rank, step, method, operation, tensor and the missing ranks."""
+        if isinstance(error, DeadlineError):
             expected = [operation.peer] if operation.name in PAIRWISE else range(self.world_size)
             missing = [rank for rank in expected if rank is not None and not self._is_here(rank, place)]
-            raise self._overdue(operation, place, missing) from error
-        except CommunicationError as error:
-            raise type(error)(
-                f"{error.message} It was in {_call(operation)}, {self._describe(place)}.",
-                action=error.action,
-                rank=self.rank,
-                step=self._step(),
-            ) from error
+            return self._overdue(operation, place, missing)
+        return type(error)(
+            f"{error.message} It was in {_call(operation)}, {self._describe(place)}.",
+            action=error.action,
+            rank=self.rank,
+            step=self._step(),
+        )
 
     def _is_here(self, rank: int, place: Place) -> bool:
         stall = None if rank == self.rank else self._stalls.of(rank)
@@ -180,7 +193,7 @@ class _CheckedWork:
         self.work = work
 
     def wait(self) -> None:
-        self.checked.finish(self.operation, self.place, self.work)
+        self.checked.finish(self)
 
 
 def _channel(operation: Operation, rank: int) -> str:

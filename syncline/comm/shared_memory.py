@@ -181,7 +181,11 @@ class Barrier:
         self._processes.clear()
 
     def _has_ended(self, rank: int) -> bool:
-        return rank in self._processes and bool(select.select([self._processes[rank]], [], [], 0)[0])
+        if rank not in self._processes:
+            return False
+        poll = select.poll()  # select itself knows no descriptor above 1023
+        poll.register(self._processes[rank], select.POLLIN)
+        return bool(poll.poll(0))
 
     def _all_here(self) -> bool:
         return bool(self._flags.min() >= self._count)

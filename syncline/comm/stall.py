@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -52,22 +51,21 @@ class StallBoard:
         self._rank = rank
         self._own_store = store.clone()  # type: ignore[attr-defined]  # the main thread may be blocked in a wait on the other one
         self._store = store
-        self._waiting: tuple[float, Stall] | None = None
-        self._published: Stall | None = None
+        self._waiting: tuple[float, Place, Callable[[], str]] | None = None
+        self._published: Place | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    @contextmanager
-    def waiting(self, stall: Stall) -> Iterator[None]:
-        """Around a wait."""
+    def enter(self, place: Place, signature: Callable[[], str]) -> None:
+        """A wait begins. Plain calls and not a context manager: this is on the path of every message."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._look, name="syncline-stall", daemon=True)
             self._thread.start()
-        self._waiting = (time.monotonic(), stall)
-        try:
-            yield
-        finally:
-            self._waiting = None
+        self._waiting = (time.monotonic(), place, signature)
+
+    def leave(self) -> None:
+        """The wait is over. Not called after an error: a rank that gave up here is not one that never came."""
+        self._waiting = None
 
     def of(self, rank: int) -> Stall | None:
         """What a rank was last seen waiting for, if it still is."""
@@ -86,10 +84,11 @@ class StallBoard:
         while not self._stop.wait(LOOK_EVERY_S):
             waiting = self._waiting
             stalled = waiting is not None and time.monotonic() - waiting[0] > STALLED_AFTER_S
-            stall = waiting[1] if waiting is not None and stalled else None
-            if stall != self._published:
-                self._published = stall
+            place = waiting[1] if waiting is not None and stalled else None
+            if place != self._published:
+                self._published = place
+                state = asdict(Stall(place, waiting[2]())) if waiting is not None and place is not None else None
                 try:
-                    self._own_store.set(f"stalled/{self._rank}", json.dumps(asdict(stall) if stall else None))
+                    self._own_store.set(f"stalled/{self._rank}", json.dumps(state))
                 except dist.DistError:
                     return  # the store is gone, and so is anyone who would read it

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -31,7 +31,8 @@ class ThreadWorld:
         self.store = dist.HashStore()
         self.changed = threading.Condition()
         self.board: dict[int, dict[int, Operation]] = defaultdict(dict)
-        self.mailboxes: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.messages: dict[tuple[int, int, int], Tensor] = {}
+        """By sender, receiver and how many went that way before."""
         self.done: set[int] = set()
         self.lost: set[int] = set()
         self.children: dict[str, ThreadWorld] = {}
@@ -79,6 +80,7 @@ class ThreadCommunicator(Communicator):
         self.store = world.store
         self._position = 0
         self._splits = 0
+        self._sent: Counter[tuple[str, int]] = Counter()
 
     def start(self, operation: Operation) -> Work:
         if operation.name in PAIRWISE:
@@ -90,10 +92,14 @@ class ThreadCommunicator(Communicator):
 
     def _start_pairwise(self, operation: Operation) -> Work:
         assert operation.peer is not None
+        ends = (operation.peer, self.rank) if operation.name == "receive" else (self.rank, operation.peer)
+        # Numbered when they start: messages arrive in the order of the calls, whatever is waited for first.
+        number = self._sent[operation.name, operation.peer]
+        self._sent[operation.name, operation.peer] += 1
         if operation.name == "receive":
-            return _Receiving(self.world, self.world.mailboxes[operation.peer, self.rank], operation.tensor)
+            return _Receiving(self.world, (*ends, number), operation.tensor)
         with self.world.changed:
-            self.world.mailboxes[self.rank, operation.peer].append(operation.tensor.detach().clone())
+            self.world.messages[*ends, number] = operation.tensor.detach().clone()
             self.world.changed.notify_all()
         return _Waiting(self.world, lambda: True)
 
@@ -116,14 +122,14 @@ class _Waiting:
 
 
 class _Receiving(_Waiting):
-    def __init__(self, world: ThreadWorld, mailbox: deque[Tensor], into: Tensor) -> None:
-        super().__init__(world, lambda: bool(mailbox))
-        self.mailbox = mailbox
+    def __init__(self, world: ThreadWorld, message: tuple[int, int, int], into: Tensor) -> None:
+        super().__init__(world, lambda: message in world.messages)
+        self.message = message
         self.into = into
 
     def wait(self) -> None:
         super().wait()
-        self.into.copy_(self.mailbox.popleft())
+        self.into.copy_(self.world.messages.pop(self.message))
 
 
 def _carry_out(operations: list[Operation]) -> None:

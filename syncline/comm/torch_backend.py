@@ -107,7 +107,8 @@ def flat(tensor: Tensor) -> Tensor:
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         return tensor.detach().permute(0, 2, 3, 1).view(-1)
     raise CommunicationError(
-        f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has gaps.",
+        f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} is not in one piece, "
+        "row by row or channels last.",
         action="Make it contiguous before sending it.",
     )
 

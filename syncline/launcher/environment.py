@@ -1,13 +1,15 @@
 """Where this process stands among the ranks: the only file that reads rank environment variables.
 
 torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and their relatives; the local launcher goes through the same agent
-and sets the same ones. Everyone else in the product is handed a `Placement`.
+and sets the same ones. mpiexec sets others, which differ between Open MPI and MPICH; torchrun's win where both are
+there. Everyone else in the product is handed a `Placement`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.errors import UsageError
@@ -19,10 +21,17 @@ _SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _NEEDED = (*_SIGNS, "MASTER_ADDR", "MASTER_PORT")
 _PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "HYDI_", "PRTE_")
+
 
 @dataclass(frozen=True)
 class Placement:
-    """One rank's place. `host_index` counts hosts from 0, as said by the launcher and never guessed from names."""
+    """One rank's place. `host_index` counts hosts from 0, as said by the launcher and never guessed from names.
+
+    mpiexec gives no meeting point: there `master_addr` is empty and `master_port` 0, unless the user set them.
+    """
 
     rank: int
     world_size: int
@@ -43,8 +52,8 @@ def placement_from_environment(environment: Mapping[str, str] | None = None) -> 
     """
     source = os.environ if environment is None else environment
     if not any(name in source for name in _SIGNS):
-        return None
-    _require_all(source)
+        return _placement_from_mpi(source)
+    _require_all(source, _NEEDED, "or start with torchrun")
     local_world_size = _number(source, "LOCAL_WORLD_SIZE")
     rank, world_size = _number(source, "RANK"), _number(source, "WORLD_SIZE")
     placement = Placement(
@@ -66,7 +75,53 @@ def placement_from_environment(environment: Mapping[str, str] | None = None) -> 
 
 def is_rank_variable(name: str) -> bool:
     """True for variables that belong to one rank, and so must not be copied from the launcher to its ranks."""
-    return name in _NEEDED or name == LAUNCHER_VARIABLE or name.startswith(_PREFIXES)
+    known = (*_NEEDED, *_MPICH, LAUNCHER_VARIABLE)
+    return name in known or name.startswith((*_PREFIXES, *_MPI_PREFIXES))
+
+
+def _placement_from_mpi(source: Mapping[str, str]) -> Placement | None:
+    source = _with_slurm_as_mpiexec(source)
+    names = next((names for names in (_OPEN_MPI, _MPICH) if names[0] in source), None)
+    if names is None:
+        return None
+    _require_all(source, names, "or start with mpiexec")
+    rank, world_size, local_rank, local_world_size = (_number(source, name) for name in names)
+    placement = Placement(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        # mpiexec fills one equal host after the other; where it was told otherwise, MPI itself knows better.
+        host_index=rank // max(local_world_size, 1),
+        num_hosts=-(-world_size // max(local_world_size, 1)),
+        master_addr=source.get("MASTER_ADDR", ""),
+        master_port=_number(source, "MASTER_PORT", 0),
+        launcher=source.get(LAUNCHER_VARIABLE, "mpi"),
+        run_id="",
+    )
+    _check(placement, names)
+    return placement
+
+
+def _with_slurm_as_mpiexec(source: Mapping[str, str]) -> Mapping[str, str]:
+    """srun starts MPI ranks too, with some of the variables under names of its own.
+
+    Its variables alone are no sign of a rank: they are set in a batch script as well.
+    """
+    started = ("PMI_RANK" in source or "PMIX_RANK" in source) and "SLURM_STEP_TASKS_PER_NODE" in source
+    if not started or any(name in source for name in (_OPEN_MPI[0], "MPI_LOCALRANKID")):
+        return source
+    ranks_of_hosts: list[str] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", source["SLURM_STEP_TASKS_PER_NODE"]):  # "4(x2),3"
+        ranks_of_hosts += [count] * int(times or 1)
+    host = _number(source, "SLURM_NODEID", 0)
+    values = (
+        source.get("SLURM_PROCID", ""),
+        str(sum(map(int, ranks_of_hosts))),
+        source.get("SLURM_LOCALID", ""),
+        ranks_of_hosts[host] if host < len(ranks_of_hosts) else "",
+    )
+    return {**source, **dict(zip(_MPICH, values, strict=True))}
 
 
 def _launcher(source: Mapping[str, str]) -> str:
@@ -75,13 +130,13 @@ def _launcher(source: Mapping[str, str]) -> str:
     return "torchrun" if "TORCHELASTIC_RUN_ID" in source else "environment"
 
 
-def _require_all(source: Mapping[str, str]) -> None:
-    missing = [name for name in _NEEDED if not source.get(name)]
+def _require_all(source: Mapping[str, str], needed: Sequence[str], instead: str) -> None:
+    missing = [name for name in needed if not source.get(name)]
     if missing:
-        present = ", ".join(name for name in _NEEDED if source.get(name))
+        present = ", ".join(name for name in needed if source.get(name))
         raise UsageError(
             f"The environment sets {present} but not {', '.join(missing)}.",
-            action=f"Set {missing[0]} too, or start with torchrun; unset the others to run without a launcher.",
+            action=f"Set {missing[0]} too, {instead}; unset the others to run without a launcher.",
         )
 
 
@@ -95,16 +150,17 @@ def _number(source: Mapping[str, str], name: str, default: int | None = None) ->
         raise UsageError(f"The environment variable {name} is {text!r}, which is not a whole number.") from None
 
 
-def _check(place: Placement) -> None:
+def _check(place: Placement, names: Sequence[str] = _SIGNS) -> None:
+    rank, world_size, local_rank, local_world_size = names
     rules = [
-        ("WORLD_SIZE", place.world_size >= 1),
-        ("RANK", 0 <= place.rank < place.world_size),
-        ("LOCAL_WORLD_SIZE", 1 <= place.local_world_size <= place.world_size),
-        ("LOCAL_RANK", 0 <= place.local_rank < place.local_world_size and place.local_rank <= place.rank),
+        (world_size, place.world_size >= 1),
+        (rank, 0 <= place.rank < place.world_size),
+        (local_world_size, 1 <= place.local_world_size <= place.world_size),
+        (local_rank, 0 <= place.local_rank < place.local_world_size and place.local_rank <= place.rank),
         ("GROUP_WORLD_SIZE", 1 <= place.num_hosts <= place.world_size),
         ("GROUP_WORLD_SIZE", place.num_hosts > 1 or place.local_world_size == place.world_size),
         ("GROUP_RANK", 0 <= place.host_index < place.num_hosts),
-        ("MASTER_PORT", 0 < place.master_port < 65536),
+        ("MASTER_PORT", 0 < place.master_port < 65536 or not place.master_addr),
     ]
     for name, holds in rules:
         if not holds:
@@ -112,5 +168,5 @@ def _check(place: Placement) -> None:
                 f"The environment variable {name} contradicts the others: rank {place.rank} of {place.world_size}, "
                 f"local rank {place.local_rank} of {place.local_world_size}, host {place.host_index} of "
                 f"{place.num_hosts}, master port {place.master_port}.",
-                action=f"Correct {name}, or let torchrun set all of them.",
+                action=f"Correct {name}, or let the launcher set all of them.",
             )

@@ -72,10 +72,10 @@ def run_ranks(
     `preload` names modules for the fork server, which only the first run of a process can choose. `port` is the
     store's; 0 takes any free one.
     """
-    _check(workers, threads)
-    with _signals_noted() as noted, _log_folder(log_dir) as folder, _listener(port) as listener:
+    check_numbers(workers, threads)
+    with signals_noted() as noted, log_folder(log_dir) as folder, _listener(port) as listener:
         start_fork_server(preload)
-        payload = _packed(function, tuple(args))
+        payload = packed(function, tuple(args))
         task = _task(payload, threads or default_threads(workers), folder, temporary=log_dir is None)
         return _run(task, workers, listener, noted)
 
@@ -124,7 +124,7 @@ def oversubscription(workers: int, threads: int) -> str | None:
     )
 
 
-def _check(workers: int, threads: int | None) -> None:
+def check_numbers(workers: int, threads: int | None) -> None:
     if workers < 1:
         raise UsageError(f"{workers} workers cannot run.", action="Ask for at least one worker.")
     if threads is not None and threads < 1:
@@ -136,7 +136,7 @@ def _check(workers: int, threads: int | None) -> None:
         )
 
 
-def _packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return pack((function, args))
     except Exception as error:
@@ -169,33 +169,33 @@ def _run(task: Task, workers: int, listener: socket.socket, noted: list[int]) ->
     from syncline.launcher.verdict import judge
 
     folder = Path(task.log_dir)
-    _raise_if_interrupted(noted)
+    raise_if_interrupted(noted)
     # A thread of its own: the main thread then only notes signals, and none of them can interrupt the agent
     # between starting a rank and remembering that it did.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="syncline-agent") as pool:
         run_id = uuid.uuid4().hex[:12]
         succeeded, endings = pool.submit(run_agent, task, workers, listener, run_id, lambda: bool(noted)).result()
-    _raise_if_interrupted(noted)
+    raise_if_interrupted(noted)
     results = [result_path(folder, rank) for rank in range(workers)]
     if not succeeded or not all(path.is_file() for path in results):
         raise judge(folder, endings, keeps_logs=str(folder) not in task.leftovers)
-    return [_taken(path) for path in results]
+    return [taken(path) for path in results]
 
 
-def _raise_if_interrupted(noted: list[int]) -> None:
+def raise_if_interrupted(noted: list[int]) -> None:
     if noted:
         name = signal.Signals(noted[0]).name
         raise Interrupted(f"Stopped by {'Ctrl-C' if name == 'SIGINT' else name}; every rank has ended.")
 
 
-def _taken(path: Path) -> Any:
+def taken(path: Path) -> Any:
     result = unpack(path.read_bytes())
     path.unlink()
     return result
 
 
 @contextlib.contextmanager
-def _log_folder(log_dir: Path | None) -> Iterator[Path]:
+def log_folder(log_dir: Path | None) -> Iterator[Path]:
     from syncline.launcher.outcome import forget_outcomes
 
     folder = Path(tempfile.mkdtemp(prefix="syncline-")) if log_dir is None else log_dir.resolve()
@@ -226,7 +226,7 @@ def _listener(port: int) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def _signals_noted() -> Iterator[list[int]]:
+def signals_noted() -> Iterator[list[int]]:
     """Note stop signals instead of dying of them, and put the previous handlers back afterwards."""
     noted: list[int] = []
     previous: dict[int, Any] = {}

@@ -103,7 +103,7 @@ def leave(code: int, *, callbacks: bool = False) -> NoReturn:
 
 class _Watcher:
     def __init__(self, launcher: Watched, report: Report, leftovers: tuple[str, ...]) -> None:
-        self._launcher_alive = _alive_check(launcher)
+        self._launcher_alive = alive_check(launcher)
         self._report = report
         self._leftovers = leftovers
         # Pid 0 is the kernel: the terminal's Ctrl-C. The parent is the fork server, whose death sends a SIGINT.
@@ -140,7 +140,8 @@ def _next_signal(signals: set[signal.Signals]) -> tuple[int, int] | None:
     return (signal.sigwait(pending), 0) if pending else None
 
 
-def _alive_check(process: Watched) -> Callable[[], bool]:
+def alive_check(process: Watched) -> Callable[[], bool]:
+    """A function that says whether the process still lives, quick enough to be called often."""
     if hasattr(os, "pidfd_open"):
         try:
             descriptor = os.pidfd_open(process.pid)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from syncline.comm.communicator import Communicator
+from syncline.comm.mpi_backend import MpiCommunicator
+from syncline.comm.threads import ThreadCommunicator
+from syncline.errors import PlanError
 from syncline.spans import EventLog
 from syncline.sync.all_reduce import AllReduce
 from syncline.sync.base import GradientSync
@@ -28,12 +31,14 @@ CLASSES: dict[str, type[GradientSync]] = {
     "ring": Bucketed,
     "tree": Bucketed,
     "halving-doubling": Bucketed,
+    "mpi": Bucketed,
 }
 
 PRESETS: dict[str, dict[str, Any]] = {
     "ring": {"collective": "ring"},
     "tree": {"collective": "tree"},
     "halving-doubling": {"collective": "halving-doubling"},
+    "mpi": {"overlap": False},  # MPI makes progress only inside its calls
 }
 """What a name stands for besides its class."""
 
@@ -42,6 +47,12 @@ def make_sync(
     method: str, communicator: Communicator, *, log: EventLog | None = None, **options: Any
 ) -> GradientSync:
     """The method by the name that users type, with its options. Collective."""
+    if method == "mpi" and not isinstance(communicator.backend, MpiCommunicator | ThreadCommunicator):
+        raise PlanError(
+            "method mpi needs ranks that mpiexec started, and these were started otherwise.",
+            action="Use `syncline train --method mpi`, or `mpiexec -n N python -m syncline.worker PLAN`; "
+            "among ranks of torch, take method bucketed.",
+        )
     given = {**PRESETS.get(method, {}), **options}
     if method in ("ddp", "shared-memory"):
         given["log"] = log  # their transfers do not pass the communicator

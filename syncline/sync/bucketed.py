@@ -94,7 +94,7 @@ class Bucketed(FlatSync):
         return {"order": self._order} if self._rebuilt else {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if "order" in state:
+        if "order" in state and self.communicator.world_size > 1:
             self._lay_out_anew(state["order"])
 
     def _send(self, number: int) -> None:
@@ -134,7 +134,11 @@ class Bucketed(FlatSync):
         self._lay_out_anew(order.tolist())
 
     def _lay_out_anew(self, order: list[int]) -> None:
-        kept = [None if parameter.grad is None else parameter.grad.clone() for parameter in self._parameters]
+        # Where there is no gradient the view counts: it may hold the mean of what other ranks have.
+        kept = [
+            (view if parameter.grad is None else parameter.grad).clone()
+            for parameter, view in zip(self._parameters, self._views, strict=True)
+        ]
         flags = {group: buffer[self._num_gradients[group] :].clone() for group, buffer in self._buffers.items()}
         ready = self._ready
         self._lay_out(order)
@@ -142,8 +146,8 @@ class Bucketed(FlatSync):
         for group, part in flags.items():
             self._buffers[group][self._num_gradients[group] :] = part
         for parameter, view, gradient in zip(self._parameters, self._views, kept, strict=True):
-            if gradient is not None:
-                view.copy_(gradient)
+            view.copy_(gradient)
+            if parameter.grad is not None:
                 parameter.grad = view
 
 

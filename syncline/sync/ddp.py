@@ -27,7 +27,12 @@ class DDP(GradientSync):
     rebuilds_after_first_backward = True
 
     def __init__(
-        self, communicator: Communicator, *, bucket_cap_mb: float | None = None, log: EventLog | None = None
+        self,
+        communicator: Communicator,
+        *,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        log: EventLog | None = None,
     ) -> None:
         super().__init__(communicator)
         backend = communicator.backend
@@ -35,11 +40,17 @@ class DDP(GradientSync):
             raise PlanError("method ddp needs torch.distributed: ranks that are threads cannot run it.")
         self._group = backend.group
         self._bucket_cap_mb = bucket_cap_mb
+        self._find_unused_parameters = find_unused_parameters
         self._log = log
         self._module: DistributedDataParallel | None = None
 
     def attach(self, model: nn.Module) -> nn.Module:
-        self._module = DistributedDataParallel(model, process_group=self._group, bucket_cap_mb=self._bucket_cap_mb)
+        self._module = DistributedDataParallel(
+            model,
+            process_group=self._group,
+            bucket_cap_mb=self._bucket_cap_mb,
+            find_unused_parameters=self._find_unused_parameters,
+        )
         if self._log is not None:
             self._module.register_comm_hook(self._log, self._traced_all_reduce)
         return self._module

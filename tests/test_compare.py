@@ -1,0 +1,145 @@
+"""The comparison: its arithmetic on made-up numbers, and a real one whose losses agree over methods."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers import ON_THREADS, images, on_threads, small_batches
+
+from syncline.comm import Communicator
+from syncline.measure import compare
+from syncline.measure.compare import Comparison, Contender, compare_rows, contenders
+from syncline.measure.statistics import spread, timing
+from syncline.plan import Plan
+from syncline.spans import EventLog
+from syncline.workload.models import build_model
+
+PLAN = Plan(workers=4, global_batch=64, steps=4)  # one warm-up round
+SECONDS = {
+    "single": [9.0, 4.0, 4.0, 8.0, 4.0],
+    "all-reduce": [9.0, 2.0, 2.0, 4.0, 2.0],
+    "ddp": [9.0, 1.0, 1.0, 2.0, 1.0],
+}
+
+
+def rows_of(seconds: dict[str, list[float]], plan: Plan = PLAN) -> dict[str, dict[str, object]]:
+    entries = [Contender(label, label, threads=1) for label in seconds]
+    rows = compare_rows(plan, entries, list(seconds.values()), [1.5] * len(entries))
+    return {row["label"]: row for row in rows}
+
+
+def test_single_is_shown_with_one_workers_threads_and_with_all_cores() -> None:
+    found = contenders(["single", "ddp"], threads=1, cores=4)
+    assert [(one.label, one.method, one.threads) for one in found] == [
+        ("single", "single", 1),
+        ("single, all cores", "single", 4),
+        ("ddp", "ddp", 1),
+    ]
+    assert [one.alone for one in found] == [True, True, False]
+
+
+def test_single_is_shown_once_where_a_worker_has_all_cores() -> None:
+    assert [one.label for one in contenders(["ddp", "single"], threads=4, cores=4)] == ["ddp", "single"]
+
+
+def test_warm_up_is_cut_and_the_median_counts() -> None:
+    row = rows_of(SECONDS)["single"]
+    assert row["step"] == {"median_s": 4.0, "mean_s": 5.0, "spread_s": 1.0, "counted": 4, "warmup": 1}
+    assert row["images_per_s"] == 16.0
+    assert row["loss"] == 1.5
+
+
+def test_speedup_and_ratio_are_taken_round_by_round() -> None:
+    rows = rows_of(SECONDS)
+    assert [row["speedup"]["median"] for row in rows.values()] == [1.0, 2.0, 4.0]
+    assert [row["ratio_to_ddp"]["median"] for row in rows.values()] == [4.0, 2.0, 1.0]
+    # The noise of round 3 hit all alike, so it leaves no spread in a ratio.
+    assert {row["ratio_to_ddp"]["spread"] for row in rows.values()} == {0.0}
+    assert [row["workers"] for row in rows.values()] == [1, 4, 4]
+
+
+def test_ratio_of_medians_would_be_another() -> None:
+    rows = rows_of({"all-reduce": [0, 1, 2, 9, 9], "ddp": [0, 1, 1, 3, 9]}, PLAN)
+    assert rows["all-reduce"]["ratio_to_ddp"]["median"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "no_difference"),
+    [
+        ([0, 1.1, 0.9, 1.2, 0.8], True),
+        ([0, 1.0, 1.0, 1.0, 1.0], True),
+        ([0, 1.1, 1.2, 1.1, 1.2], False),
+        ([0, 0.9, 0.8, 0.9, 0.8], False),
+    ],
+)
+def test_difference_inside_the_spread_is_none(seconds: list[float], no_difference: bool) -> None:
+    rows = rows_of({"all-reduce": seconds, "ddp": [0, 1.0, 1.0, 1.0, 1.0]})
+    assert rows["all-reduce"]["ratio_to_ddp"]["no_difference"] is no_difference
+
+
+def test_baseline_and_control_are_left_out_where_they_did_not_run() -> None:
+    (row,) = rows_of({"all-reduce": [9.0, 2.0]}, Plan(workers=2, steps=1)).values()
+    assert "speedup" not in row
+    assert "ratio_to_ddp" not in row
+
+
+def test_timing_of_nothing_is_nothing_and_a_window_counts_the_first() -> None:
+    assert timing([1.0, 2.0], warmup=2) is None
+    cut = timing([9.0, 1.0, 2.0, 30.0], warmup=1, window=2)
+    assert cut is not None
+    assert (cut.median_s, cut.mean_s, cut.counted) == (1.5, 1.5, 2)
+    assert spread([3.0]) == 0.0
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == 2.0
+
+
+# A real comparison on threads.
+
+
+class Watching:
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []
+
+    def step(self, step: int, total: int, loss: float, images_per_s: float) -> None:
+        self.steps.append((step, total))
+
+    def line(self, text: str) -> None:
+        raise AssertionError(text)
+
+
+@pytest.fixture
+def _one_model_for_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Copies of one model, because threads share torch's generator; and torch's threads are put back."""
+    model = build_model("cnn", seed=1)
+    monkeypatch.setattr(compare, "make_model", lambda plan, device: copy.deepcopy(model))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("_one_model_for_all")
+def test_losses_agree_over_methods_and_every_rank_has_the_same_rows() -> None:
+    methods = ["single", *ON_THREADS]
+    plan = Plan(model="cnn", workers=3, global_batch=16, steps=2, optimizer={"learning_rate": 0.01})
+    observers = [Watching() for _ in range(3)]
+
+    def live(comm: Communicator, log: EventLog) -> tuple[list[dict[str, object]], EventLog]:
+        entries = contenders(methods, threads=1, cores=2)
+        device = torch.device("cpu")
+        parts = (comm, small_batches(), len(images().train_labels), device, log, observers[comm.rank])
+        return Comparison(plan, entries, *parts).run(), log
+
+    results = on_threads(3, live)
+    rows = results[0][0]
+    assert all(other == rows for other, _ in results)
+    assert [row["label"] for row in rows] == ["single", "single, all cores", *ON_THREADS]
+    losses = [row["loss"] for row in rows]
+    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
+    assert all(row["step"]["counted"] == 2 for row in rows)
+    turns = 3 * len(rows)
+    assert observers[0].steps == [(turn + 1, turns) for turn in range(turns)]
+    # Taking turns: in the log every round has each contender once, in the same order.
+    order = [record["method"] for record in results[0][1].records if record["kind"] == "step"]
+    assert order == [row["label"] for row in rows] * 3

@@ -1,0 +1,571 @@
+"""DataParallel: in anyone's own loop, for every method, what torch's own class does; keywords, groups, launchers.
+
+Scenarios run in real processes, many per launch, because starting ranks is what takes the time.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from helpers import MANY_WORKERS, assert_same, expected_mean, gradients, integer_loss, integer_model
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import syncline
+from syncline.data_parallel import REFUSED
+from syncline.errors import ContractError, PlanError, UsageError
+from syncline.sync.flat import FlatSync
+
+FLAT = [method for method in MANY_WORKERS if method not in ("gather-scatter", "point-to-point", "all-reduce", "ddp")]
+OURS = [method for method in MANY_WORKERS if method != "ddp"]
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+class Net(nn.Module):
+    """Frozen and shared parameters, and a choice of outputs."""
+
+    def __init__(self, output: str = "tensor") -> None:
+        super().__init__()
+        self.first, self.second, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.side = nn.Linear(6, 6)
+        self.output = output
+
+    def forward(self, values: Tensor) -> Any:
+        main = self.second(torch.tanh(self.frozen(self.first(values))))
+        if self.output == "tuple":
+            return main, self.side(values)
+        if self.output == "dict":
+            return {"main": main, "side": [self.side(values)]}
+        return main + self.side(values)
+
+
+def same_start(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def plain_loop(wrap: Callable[[nn.Module], nn.Module], rank: int) -> dict[str, Tensor]:
+    """Parameter groups, momentum, clipping and accumulation: what people write."""
+    model = same_start(Net)
+    wrapped = wrap(model)
+    groups = [{"params": [*model.first.parameters()], "lr": 0.05}, {"params": [model.second.bias]}]
+    optimizer = torch.optim.SGD([*groups, {"params": model.side.parameters(), "lr": 0.2}], lr=0.1, momentum=0.9)
+    for step in range(3):
+        with wrapped.no_sync():
+            wrapped(batch(rank, 10 * step)).square().mean().backward()
+        wrapped(batch(rank, 10 * step + 1)).square().mean().backward()
+        nn.utils.clip_grad_norm_(wrapped.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def mean_after_backward(method: str, rank: int) -> list[dict[str, Tensor]]:
+    """Nobody calls finish here; calling it again changes nothing."""
+    model = integer_model("cnn")
+    wrapped = syncline.DataParallel(model, method)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        integer_loss(wrapped, rank).backward()
+        found.append(gradients(model))
+        wrapped.sync.finish()
+        found.append(gradients(model))
+    wrapped.close()
+    return found
+
+
+def outputs(method: str, rank: int, output: str, used: str) -> dict[str, Tensor]:
+    model = same_start(lambda: Net(output))
+    wrapped = syncline.DataParallel(model, method, find_unused_parameters=True)
+    for step in range(2):
+        model.zero_grad()
+        given = wrapped(batch(rank, step))
+        main, side = given if output == "tuple" else (given["main"], given["side"][0])
+        {"both": main + side, "main": main}[used].square().sum().backward()
+    return gradients(model)
+
+
+def in_place_on_output(method: str, rank: int) -> dict[str, Tensor]:
+    model = integer_model("mlp")
+    wrapped = syncline.DataParallel(model, method)
+    stream = torch.Generator().manual_seed(rank)
+    images = torch.randint(-2, 3, (5, 3, 6, 6), generator=stream).float()
+    out = wrapped(images)
+    out *= 12.0 * torch.randint(-3, 4, (5, 4), generator=stream)
+    out.sum().backward()
+    return gradients(model)
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = integer_model("mlp")
+
+    def forward(self, images: Tensor) -> Tensor:
+        values = images.flatten(1).requires_grad_()
+        for layer in list(self.net)[1:]:
+            values = checkpoint(layer, values, use_reentrant=True)
+        return values
+
+
+def reentrant_checkpointing(method: str, rank: int) -> dict[str, Tensor]:
+    model = Reentrant()
+    wrapped = syncline.DataParallel(model, method)
+    for _ in range(2):
+        model.zero_grad()
+        integer_loss(wrapped, rank).backward()
+    return gradients(model.net)
+
+
+def after_a_backward_that_raised(method: str, rank: int) -> dict[str, Tensor]:
+    """The error is the user's own; the next step must be averaged again."""
+    model = integer_model("mlp")
+    wrapped = syncline.DataParallel(model, method)
+    values = torch.ones(1, requires_grad=True)
+    values.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        (integer_loss(wrapped, rank).detach() * values + wrapped(torch.ones(1, 3, 6, 6)).sum() * values).backward()
+    model.zero_grad()
+    integer_loss(wrapped, rank).backward()
+    return gradients(model)
+
+
+def every_method(_: object = None) -> dict[str, dict[str, Any]]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    found: dict[str, dict[str, Any]] = {}
+    for method in MANY_WORKERS:
+        found[method] = {
+            "means": mean_after_backward(method, rank),
+            "loop": plain_loop(lambda model, m=method: syncline.DataParallel(model, m), rank),
+            "in place": in_place_on_output(method, rank),
+        }
+        if method != "ddp":
+            found[method]["reentrant"] = reentrant_checkpointing(method, rank)
+        if method not in ("ddp", *FLAT):
+            found[method]["raised"] = after_a_backward_that_raised(method, rank)
+        if method in ("ddp", *FLAT):
+            for output in ("tuple", "dict"):
+                for used in ("both", "main"):
+                    found[method][f"{output}, {used} used"] = outputs(method, rank, output, used)
+    found["torch"] = {"loop": plain_loop(DistributedDataParallel, rank)}
+    return found
+
+
+@cache
+def results_of_every_method() -> list[dict[str, dict[str, Any]]]:
+    return syncline.launch(every_method, workers=2, threads=1)
+
+
+@pytest.mark.parametrize("method", MANY_WORKERS)
+def test_backward_returns_with_averaged_gradients_and_finish_is_idempotent(method: str) -> None:
+    for found in results_of_every_method():
+        for one in found[method]["means"]:
+            assert_same(one, expected_mean("cnn", 2))
+
+
+@pytest.mark.parametrize("method", MANY_WORKERS)
+def test_plain_loop_gives_what_torch_s_class_gives(method: str) -> None:
+    """With groups, clipping, accumulation, frozen and shared parameters; and the same bits on both ranks."""
+    first, second = results_of_every_method()
+    assert_same(first[method]["loop"], second[method]["loop"])
+    torch.testing.assert_close(first[method]["loop"], first["torch"]["loop"], **CLOSE)
+    assert not torch.equal(first[method]["loop"]["first.weight"], same_start(Net).first.weight)
+
+
+@pytest.mark.parametrize("method", MANY_WORKERS)
+def test_outputs_may_be_changed_in_place(method: str) -> None:
+    for found in results_of_every_method():
+        assert_same(found[method]["in place"], expected_mean("mlp", 2))
+
+
+@pytest.mark.parametrize("method", OURS)
+def test_reentrant_checkpointing_ends_backward_once(method: str) -> None:
+    for found in results_of_every_method():
+        assert_same(found[method]["reentrant"], expected_mean("mlp", 2))
+
+
+@pytest.mark.parametrize("method", ["gather-scatter", "point-to-point", "all-reduce"])
+def test_step_after_a_backward_that_raised_is_averaged(method: str) -> None:
+    for found in results_of_every_method():
+        assert_same(found[method]["raised"], expected_mean("mlp", 2))
+
+
+@pytest.mark.parametrize("used", ["both", "main"])
+@pytest.mark.parametrize("output", ["tuple", "dict"])
+@pytest.mark.parametrize("method", FLAT)
+def test_several_outputs_and_unused_branches(method: str, output: str, used: str) -> None:
+    first, second = (found[method][f"{output}, {used} used"] for found in results_of_every_method())
+    assert_same(first, second)
+    assert ("side.weight" in first) == (used == "both")
+    reference = results_of_every_method()[0]["ddp"][f"{output}, {used} used"]
+    torch.testing.assert_close(first, {key: reference[key] for key in first}, **CLOSE)
+
+
+# Uneven inputs.
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+
+    def forward(self, values: Tensor) -> Any:
+        return self.layers(values)
+
+
+def uneven_loop(wrapped: nn.Module, rank: int, steps: int, *, accumulates: bool = False) -> dict[str, Tensor]:
+    model = wrapped.module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with wrapped.join():
+        for step in range(steps):
+            if accumulates:
+                with wrapped.no_sync():
+                    wrapped(batch(rank, 50 + step)).square().mean().backward()
+            wrapped(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model)
+
+
+def looks_at_the_model_inside(wrapped: nn.Module, rank: int, steps: int) -> dict[str, Tensor]:
+    """A forward without gradients leads to no average, so the others must not wait for it."""
+    model = wrapped.module
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with wrapped.join():
+        for step in range(steps):
+            wrapped(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                wrapped(batch(rank, step))
+    return weights(model)
+
+
+class WithUnused(Net):
+    def __init__(self) -> None:
+        super().__init__("tuple")
+
+    def forward(self, values: Tensor) -> Any:
+        return super().forward(values)[0]
+
+
+UNEVEN: dict[str, tuple[Callable[[], nn.Module], Callable[..., dict[str, Tensor]], dict[str, Any]]] = {
+    "plain": (Net, uneven_loop, {}),
+    "accumulation": (Net, lambda *given: uneven_loop(*given, accumulates=True), {}),
+    "evaluation inside": (Net, looks_at_the_model_inside, {}),
+}
+UNEVEN_FLAT = {
+    **UNEVEN,
+    "buffers": (Normed, uneven_loop, {"broadcast_buffers": True}),
+    "unused everywhere": (WithUnused, uneven_loop, {"find_unused_parameters": True}),
+}
+
+
+def join_with_every_method() -> dict[str, dict[str, dict[str, Tensor]]]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    rank = dist.get_rank()
+    steps = [4, 2, 3][rank]
+    found: dict[str, dict[str, dict[str, Tensor]]] = {"torch": {}}
+    for name, (make, loop, options) in UNEVEN_FLAT.items():
+        reference = DistributedDataParallel(same_start(make), **{"broadcast_buffers": False, **options})
+        found["torch"][name] = loop(reference, rank, steps)
+    for method in OURS:
+        cases = UNEVEN_FLAT if method in FLAT else UNEVEN
+        found[method] = {}
+        for name, (make, loop, options) in cases.items():
+            wrapped = syncline.DataParallel(same_start(make), method, deadline_s=20, **options)
+            found[method][name] = loop(wrapped, rank, steps)
+    wrapped = syncline.DataParallel(same_start(Net), "ddp")
+    found["ddp"] = {"plain": uneven_loop(wrapped, rank, steps)}
+    return found
+
+
+@cache
+def results_of_join() -> list[dict[str, dict[str, dict[str, Tensor]]]]:
+    return syncline.launch(join_with_every_method, workers=3, threads=1)
+
+
+@pytest.mark.parametrize("method", MANY_WORKERS)
+def test_join_gives_what_torch_s_join_gives(method: str) -> None:
+    first, *others = results_of_join()
+    assert first[method].keys() >= {"plain"}
+    for name, found in first[method].items():
+        torch.testing.assert_close(found, first["torch"][name], **CLOSE, msg=lambda text, n=name: f"{n}: {text}")
+        for other in others:
+            assert_same(other[method][name], found)
+
+
+# torch's communication hooks.
+
+
+def with_hook(method: str, rank: int, hook: str) -> list[dict[str, Tensor]]:
+    model = integer_model("mlp")
+    wrapped = syncline.DataParallel(model, method, bucket_cap_mb=0.0005)
+    if hook == "powerSGD":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    else:
+        wrapped.register_comm_hook(None, getattr(default_hooks, hook))
+    found = []
+    for _ in range(5):
+        model.zero_grad()
+        integer_loss(wrapped, rank).backward()
+        found.append(gradients(model))
+    wrapped.close()
+    return found
+
+
+HOOKS = ["allreduce_hook", "fp16_compress_hook", "powerSGD"]
+
+
+def every_hook() -> dict[tuple[str, str], list[dict[str, Tensor]]]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    pairs = [(method, hook) for method in ("bucketed", "ddp") for hook in HOOKS]
+    return {(method, hook): with_hook(method, dist.get_rank(), hook) for method, hook in pairs}
+
+
+def test_torch_s_communication_hooks_average_our_buckets() -> None:
+    first, second = syncline.launch(every_hook, workers=2, threads=1)
+    expected = expected_mean("mlp", 2)
+    for (method, hook), turns in first.items():
+        for turn, (one, other) in enumerate(zip(turns, second[method, hook], strict=True)):
+            assert_same(one, other)
+            if hook == "allreduce_hook":
+                assert_same(one, expected)
+            elif hook == "fp16_compress_hook":
+                torch.testing.assert_close(one, expected, rtol=1e-2, atol=1)
+            elif turn >= 2:
+                assert any(not torch.equal(one[key], expected[key]) for key in expected), "nothing was compressed"
+
+
+def test_hook_is_for_methods_with_buckets_and_only_one() -> None:
+    bucketed = syncline.DataParallel(nn.Linear(2, 2), "bucketed")
+    bucketed.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(PlanError, match="already"):
+        bucketed.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(PlanError, match="has no buckets"):
+        syncline.DataParallel(nn.Linear(2, 2), "all-reduce").register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+# Groups and launchers.
+
+
+def subgroup_and_choices() -> dict[str, Any]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    group = dist.new_group([0, 2])
+    rank = dist.get_rank()
+    found: dict[str, Any] = {}
+    if rank != 1:
+        for method in MANY_WORKERS:
+            model = integer_model("mlp")
+            wrapped = syncline.DataParallel(model, method, process_group=group)
+            assert (wrapped.rank, wrapped.world_size) == (rank // 2, 2)
+            integer_loss(wrapped, wrapped.rank).backward()
+            found[method] = gradients(model)
+            wrapped.close()
+        dist.all_reduce(torch.ones(1), group=group)  # the group is still the user's
+    dist.barrier()
+    chosen = syncline.DataParallel(integer_model("mlp"))
+    found["auto"] = (chosen.method, chosen.reason, chosen.describe().splitlines())
+    found["disagree"] = disagreement(rank)
+    return found
+
+
+def disagreement(rank: int) -> str:
+    """A branch that one rank alone uses: an error that names it, in the middle of the user's own backward."""
+    model = same_start(lambda: Net("tuple"))
+    wrapped = syncline.DataParallel(model, "bucketed")
+    main, side = wrapped(batch(rank, 0))
+    with pytest.raises(ContractError) as error:
+        (main.sum() + side.sum() if rank == 1 else main.sum()).backward()
+    return error.value.message
+
+
+def test_subgroup_is_adopted_and_auto_chooses_shared_memory(capfd: pytest.CaptureFixture[str]) -> None:
+    first, absent, third = syncline.launch(subgroup_and_choices, workers=3, threads=1)
+    for method in MANY_WORKERS:
+        assert_same(first[method], expected_mean("mlp", 2))
+        assert_same(third[method], expected_mean("mlp", 2))
+    for found in (first, absent, third):
+        method, reason, lines = found["auto"]
+        assert (method, reason) == ("shared-memory", "all ranks are on one host")
+        assert lines[0] == "method shared-memory: all ranks are on one host"
+        assert lines[1].startswith("bucket 0: ")
+        assert found["disagree"] == "parameter side.weight has a gradient on some ranks, but not on 0, 2."
+    assert capfd.readouterr().err.count("syncline: method shared-memory: all ranks are on one host") == 1
+
+
+def spawned(rank: int, folder: str, partial_environment: bool) -> None:
+    """As in many a script: the group is made by hand, and only some of a launcher's variables are set."""
+    if partial_environment:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
+    model = integer_model("mlp")
+    integer_loss(syncline.DataParallel(model), rank).backward()
+    torch.save(gradients(model), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_works_under_mp_spawn_with_a_group_made_by_hand(tmp_path: Path) -> None:
+    mp.spawn(spawned, (str(tmp_path), True), nprocs=2)
+    for rank in range(2):
+        assert_same(torch.load(tmp_path / f"{rank}.pt"), expected_mean("mlp", 2))
+
+
+# One rank, without a launcher.
+
+
+def test_process_that_nobody_launched_is_a_world_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    model = integer_model("mlp")
+    wrapped = syncline.DataParallel(model)
+    assert (wrapped.rank, wrapped.world_size, wrapped.method) == (0, 1, "single")
+    assert capsys.readouterr().err == "syncline: method single: there is one worker\n"
+    integer_loss(wrapped, 0).backward()
+    assert_same(gradients(model), expected_mean("mlp", 1))
+    assert wrapped.describe() == "method single: there is one worker"
+    wrapped.close()
+
+
+@pytest.mark.parametrize("method", [method for method in OURS if method != "ddp"])
+def test_every_method_runs_alone(method: str) -> None:
+    model = integer_model("mlp")
+    wrapped = syncline.DataParallel(model, method)
+    with wrapped.no_sync():
+        integer_loss(wrapped, 0, 0).backward()
+    with wrapped.join():
+        integer_loss(wrapped, 0, 1).backward()
+    assert_same(gradients(model), expected_mean("mlp", 1, turns=2))
+    wrapped.close()
+
+
+ACCEPTED = {
+    "find_unused_parameters": True,
+    "gradient_as_bucket_view": True,
+    "static_graph": True,
+    "broadcast_buffers": True,
+    "device_ids": None,
+    "bucket_cap_mb": 10,
+    "process_group": None,
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_keyword_of_torch_s_class_is_accepted(name: str) -> None:
+    wrapped = syncline.DataParallel(nn.BatchNorm1d(3), "bucketed", **{name: ACCEPTED[name]})
+    wrapped(torch.randn(4, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_keyword_of_torch_s_class_is_refused_by_name(name: str) -> None:
+    with pytest.raises(PlanError, match=f"does not take {name}: "):
+        syncline.DataParallel(nn.Linear(2, 2), "bucketed", **{name: None})
+
+
+def test_no_keyword_of_torch_s_class_is_forgotten() -> None:
+    import inspect
+
+    torch_s = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
+    assert torch_s - ACCEPTED.keys() - REFUSED.keys() == set()
+
+
+def test_scripts_that_find_unused_parameters_run_alone_too() -> None:
+    assert syncline.DataParallel(nn.Linear(2, 2), find_unused_parameters=True).method == "single"
+    assert syncline.DataParallel(nn.Linear(2, 2), unused="zero").method == "single"
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("rign", {}, "'rign' is not known. Did you mean 'ring'?"),
+        ("bucketed", {"bucket_cap": 3}, "unknown key 'options.bucket_cap'"),
+        ("bucketed", {"bucket_cap_mb": -1}, "bucket_cap_mb"),
+        ("all-reduce", {"bucket_cap_mb": 3}, "method all-reduce has no option bucket_cap_mb"),
+        ("ring", {"collective": "tree"}, "method ring has no option collective"),
+        ("auto", {"transfer_dtype": "bf16"}, "method auto has no option transfer_dtype"),
+        ("bucketed", {"transfer_dtype": "bf16", "collective": "native"}, "native"),
+        ("bucketed", {"device_ids": [0, 1]}, "one device per process"),
+        ("ddp", {}, "ddp needs torch.distributed"),
+    ],
+)
+def test_wrong_method_or_option_is_refused_by_name(method: str, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError) as error:
+        syncline.DataParallel(nn.Linear(2, 2), method, **options)
+    assert words in str(error.value)
+
+
+def test_group_without_torch_distributed_is_refused() -> None:
+    with pytest.raises(PlanError, match="not initialised"):
+        syncline.DataParallel(nn.Linear(2, 2), process_group=object())
+
+
+def test_half_of_a_launcher_s_variables_without_a_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="WORLD_SIZE"):
+        syncline.DataParallel(nn.Linear(2, 2))
+
+
+# State.
+
+
+class HasModule(nn.Module):
+    """All its own keys begin like those of torch's wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(3), HasModule, lambda: nn.Sequential(nn.Linear(2, 2))])
+def test_state_has_the_module_s_keys_and_loads_both_kinds(make: Callable[[], nn.Module], prefix: str) -> None:
+    source, target = make(), make()
+    with torch.no_grad():
+        for number, parameter in enumerate(source.parameters()):
+            parameter.fill_(number + 7)
+    state = {prefix + key: value for key, value in source.state_dict().items()}
+    wrapped = syncline.DataParallel(target, "bucketed")
+    wrapped.load_state_dict(state)
+    assert wrapped.module is target
+    assert list(wrapped.state_dict()) == list(source.state_dict())
+    assert_same(dict(wrapped.state_dict()), dict(source.state_dict()))
+
+
+def test_wrong_state_is_refused() -> None:
+    wrapped = syncline.DataParallel(nn.Linear(2, 2), "bucketed")
+    with pytest.raises(RuntimeError, match="other"):
+        wrapped.load_state_dict({"other": torch.ones(1)})
+    assert isinstance(wrapped.sync, FlatSync)
+
+
+def test_wrapped_model_can_be_copied_and_evaluated() -> None:
+    wrapped = syncline.DataParallel(nn.Sequential(nn.Dropout(), nn.Linear(2, 2)), "bucketed")
+    assert not wrapped.eval().module[0].training
+    twin = copy.deepcopy(wrapped.module)
+    assert_same(dict(twin.state_dict()), dict(wrapped.state_dict()))
+    with torch.no_grad():
+        assert not wrapped(torch.ones(1, 2)).requires_grad

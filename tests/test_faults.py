@@ -1,0 +1,158 @@
+"""What goes wrong while training: a rank or the launcher is killed, the user's code raises, the user presses Ctrl-C.
+
+Each time all processes end in seconds, the right rank is named, what was recorded can be read, and the run can be
+resumed to the weights of a run that nothing happened to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import SYNCLINE, USER_MODEL, any_alive, cli_environment, session_members, wait_until
+
+from syncline.spans import read_log
+from syncline.store import RunFolder
+
+WORKERS = 3
+PLAN = (
+    *("--model", "user_model:Net", "--data", "synthetic", "--workers", str(WORKERS), "--threads", "1"),
+    *("--global-batch", "20", "--steps", "40", "--set", "checkpoint.every=4", "--set", "evaluate=false"),
+)
+
+
+@dataclass
+class Running:
+    """`syncline train` in a session of its own, with at least one checkpoint behind it and many steps ahead."""
+
+    process: subprocess.Popen[str]
+    run: RunFolder
+    ranks: list[int]
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and stderr. Everything must be gone ten seconds after the blow at the latest."""
+        _, errors = self.process.communicate(timeout=10)
+        wait_until(lambda: not session_members(self.process.pid), 10, "every process gone")
+        assert not any_alive(self.ranks)
+        return self.process.returncode, errors
+
+    def assert_logs_are_readable(self) -> None:
+        for rank in range(WORKERS):
+            header, *records = read_log(self.run.events(rank))
+            assert (header["kind"], header["rank"]) == ("header", rank)
+            assert records
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "user_model.py").write_text(USER_MODEL)
+    return folder
+
+
+def environment(workplace: Path, **extra: str) -> dict[str, str]:
+    return cli_environment(PYTHONPATH=str(workplace), **extra)
+
+
+@pytest.fixture(scope="module")
+def untroubled(workplace: Path) -> str:
+    """The weights of a run that nothing happened to."""
+    return finish(workplace, *PLAN, "--run-dir", "untroubled")
+
+
+def finish(workplace: Path, *arguments: str) -> str:
+    command = [str(SYNCLINE), "train", *arguments, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=workplace, env=environment(workplace))
+    assert done.returncode == 0, done.stderr
+    return str(json.loads(done.stdout)["weights_sha256"])
+
+
+def assert_resumes(workplace: Path, run: RunFolder, weights: str) -> None:
+    assert finish(workplace, "--resume", str(run.path)) == weights
+    assert run.info()["status"] == "finished"
+
+
+@contextmanager
+def training(workplace: Path, folder: Path, **extra: str) -> Iterator[Running]:
+    folder.mkdir(exist_ok=True)
+    run = RunFolder(folder / "run")
+    with subprocess.Popen(
+        [str(SYNCLINE), "train", *PLAN, "--run-dir", str(run.path)],
+        env=environment(workplace, PIDS=str(folder), **extra),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=workplace,
+        start_new_session=True,
+    ) as process:
+        try:
+            wait_until(lambda: run.checkpoint_step() or process.poll() is not None, 60, "a checkpoint")
+            yield Running(process, run, [int((folder / str(rank)).read_text()) for rank in range(WORKERS)])
+        finally:
+            process.kill()
+
+
+def last_line(errors: str) -> str:
+    return errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize("culprit", range(WORKERS))
+def test_killed_rank_is_named_and_the_run_resumes_bit_for_bit(
+    culprit: int, workplace: Path, untroubled: str, tmp_path: Path
+) -> None:
+    with training(workplace, tmp_path, SLOW="0.1") as running:
+        os.kill(running.ranks[culprit], signal.SIGKILL)
+        code, errors = running.end()
+    assert code == 1
+    assert last_line(errors).startswith(f"syncline: [rank {culprit}] killed by SIGKILL"), errors
+    assert "Traceback" not in errors
+    assert running.run.info()["status"] == "failed"
+    running.assert_logs_are_readable()
+    assert_resumes(workplace, running.run, untroubled)
+
+
+def test_ranks_end_with_their_launcher_and_the_run_resumes_bit_for_bit(
+    workplace: Path, untroubled: str, tmp_path: Path
+) -> None:
+    with training(workplace, tmp_path, SLOW="0.1") as running:
+        running.process.kill()
+        code, errors = running.end()
+    assert (code, errors.count("Traceback")) == (-signal.SIGKILL, 0)
+    assert running.run.info()["status"] == "running"  # nobody was left to say otherwise
+    running.assert_logs_are_readable()
+    assert_resumes(workplace, running.run, untroubled)
+
+
+def test_ctrl_c_says_how_to_go_on_and_the_run_resumes_bit_for_bit(
+    workplace: Path, untroubled: str, tmp_path: Path
+) -> None:
+    with training(workplace, tmp_path, SLOW="0.1") as running:
+        os.killpg(running.process.pid, signal.SIGINT)
+        code, errors = running.end()
+    assert code == 130
+    said = [line for line in errors.splitlines() if not line.startswith("Warning: ")]
+    assert len(said) == 1, errors
+    assert said[0].startswith("syncline: Stopped by Ctrl-C")
+    assert said[0].endswith(f"with: syncline train --resume {running.run.path}")
+    assert running.run.info()["status"] == "stopped"
+    running.assert_logs_are_readable()
+    assert_resumes(workplace, running.run, untroubled)
+
+
+def test_exception_of_the_users_model_is_shown_with_its_traceback_and_rank(workplace: Path, tmp_path: Path) -> None:
+    with training(workplace, tmp_path, BROKEN="1", SLOW="0.02") as running:
+        code, errors = running.end()
+    assert code == 1
+    assert errors.count("Traceback (most recent call last)") == 1
+    assert 'raise ArithmeticError("my own mistake")' in errors
+    assert "user_model.py" in errors
+    assert last_line(errors).startswith("syncline: [rank 1] ArithmeticError: my own mistake"), errors
+    assert running.run.info()["status"] == "failed"
+    running.assert_logs_are_readable()

@@ -1,0 +1,117 @@
+"""The folder order is the data flow: a stage imports the ground and earlier stages, never a later one."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import syncline
+
+PACKAGE = Path(syncline.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+GROUND = ("errors", "units", "plan", "spans")
+STAGES = (
+    "launcher",
+    "comm",
+    "workload",
+    "collectives",
+    "sync",
+    "train",
+    "store",
+    "measure",
+    "predict",
+    "tune",
+    "report",
+)
+ROOTS = ("worker", "resolve", "data_parallel", "cli", "__init__", "__main__")
+RANK_VARIABLES = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+}
+
+
+def part_of(module: str) -> str:
+    """'comm/checked.py' and 'syncline.comm.checked' -> 'comm'."""
+    return module.removesuffix(".py").replace("/", ".").removeprefix("syncline.").partition(".")[0]
+
+
+def level(part: str) -> int:
+    """0 is the ground; composition roots stand above all stages."""
+    if part in GROUND:
+        return 0
+    return STAGES.index(part) + 1 if part in STAGES else len(STAGES) + 1
+
+
+def imported_parts(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (part_of(name.name) for name in node.names if name.name.startswith("syncline."))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where things come from"
+            if node.module == "syncline":
+                yield from (name.name for name in node.names if name.name in (*GROUND, *STAGES, *ROOTS))
+            elif node.module and node.module.startswith("syncline."):
+                yield part_of(node.module)
+
+
+def violations(module: str, source: str) -> list[str]:
+    own = part_of(module)
+    found = [f"{module} belongs to no stage"] if own not in (*GROUND, *STAGES, *ROOTS) else []
+    if own in ROOTS:
+        return found
+    later = [part for part in imported_parts(source) if part != own and level(part) > level(own)]
+    return found + [f"{module} imports {part}" for part in later]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_module_imports_only_the_ground_and_earlier_stages(path: Path) -> None:
+    assert violations(str(path.relative_to(PACKAGE)), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "found"),
+    [
+        ("comm/a.py", "from syncline.sync import base", ["comm/a.py imports sync"]),
+        ("comm/a.py", "def f():\n    import syncline.train.step", ["comm/a.py imports train"]),
+        ("collectives/a.py", "from syncline.sync.base import GradientSync", ["collectives/a.py imports sync"]),
+        ("train/a.py", "from syncline import store", ["train/a.py imports store"]),
+        ("plan.py", "from syncline.launcher.local import cores", ["plan.py imports launcher"]),
+        ("store.py", "from syncline.worker import train", ["store.py imports worker"]),
+        ("extras/a.py", "import math", ["extras/a.py belongs to no stage"]),
+        ("sync/a.py", "from syncline.collectives import x\nfrom syncline.sync.base import y", []),
+        ("report/a.py", "import syncline.measure.compare\nfrom syncline import units", []),
+        ("worker.py", "from syncline.cli import app", []),
+        ("errors.py", "from syncline import __version__", []),
+    ],
+)
+def test_violations_are_caught(module: str, source: str, found: list[str]) -> None:
+    assert violations(module, source) == found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_module_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def rank_variables_in(source: str) -> set[str]:
+    """Names of rank variables that stand in the code as strings of their own, whoever reads them and how."""
+    constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    return {node.value for node in constants if isinstance(node.value, str)} & RANK_VARIABLES
+
+
+def test_one_file_reads_the_rank_from_the_environment() -> None:
+    readers = [str(path.relative_to(PACKAGE)) for path in MODULES if rank_variables_in(path.read_text())]
+    assert readers == ["launcher/environment.py"]
+    assert rank_variables_in("import os\nrank = int(os.environ['RANK'])") == {"RANK"}
+    assert rank_variables_in("from os import getenv\nx = getenv('WORLD_SIZE', 'RANK is 1')") == {"WORLD_SIZE"}
