@@ -214,8 +214,10 @@ def load_plan(path: Path | None, overrides: Mapping[str, Any]) -> Plan:
     if path is not None:
         try:
             values = tomllib.loads(path.read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"cannot read the plan {path}: {error}.") from error
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {path}: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"cannot read the plan {path}: it is not text.") from error
         except tomllib.TOMLDecodeError as error:
             raise PlanError(f"{path} is not valid TOML: {error}.") from error
     given = {key: value for key, value in overrides.items() if value is not None}
@@ -253,7 +255,9 @@ def _explain(problem: ErrorDetails) -> str:
         return f"{key}: {_not_one_of(str(problem['input']), allowed)}"
     if problem["type"] == "value_error":
         return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
-    return f"{key}: {problem['msg']}, not {problem['input']!r}."
+    if problem["type"] == "model_type":
+        return f"{key}: is a section, not {problem['input']!r}."
+    return f"{key}: {problem['msg'].removeprefix('Input ')}, not {problem['input']!r}."
 
 
 def _not_one_of(value: str, allowed: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ Every file is written aside and renamed, so it is whole or absent. Logs grow lin
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -71,6 +72,16 @@ class RunFolder:
 
     def set_status(self, status: str) -> None:
         write_atomic(self.path / "run.json", json.dumps({**self.info(), "status": status}, indent=2) + "\n")
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Only one process works on a run. The lock goes with the process, however it ends."""
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunFolderError(f"{self.path} is at work in another process.", action="Wait for it.") from None
+            yield
 
     def discard(self) -> None:
         """Take back a run that could not start: all is as it was before `create_run`."""

@@ -291,8 +291,13 @@ def join_with_every_method() -> dict[str, dict[str, dict[str, Tensor]]]:
     steps = [4, 2, 3][rank]
     found: dict[str, dict[str, dict[str, Tensor]]] = {"torch": {}}
     for name, (make, loop, options) in UNEVEN_FLAT.items():
-        reference = DistributedDataParallel(same_start(make), **{"broadcast_buffers": False, **options})
-        found["torch"][name] = loop(reference, rank, steps)
+        if name != "evaluation inside":  # torch's own class crashes there; it should change nothing
+            given = {
+                "forward_sync_buffers": "broadcast_buffers" in options,
+                "find_unused_parameters": make is WithUnused,
+            }
+            found["torch"][name] = loop(DistributedDataParallel(same_start(make), **given), rank, steps)
+    found["torch"]["evaluation inside"] = found["torch"]["plain"]
     for method in OURS:
         cases = UNEVEN_FLAT if method in FLAT else UNEVEN
         found[method] = {}
@@ -378,7 +383,9 @@ def subgroup_and_choices() -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     group = dist.new_group([0, 2])
     rank = dist.get_rank()
-    found: dict[str, Any] = {}
+    chosen = syncline.DataParallel(integer_model("mlp"))
+    found: dict[str, Any] = {"auto": (chosen.method, chosen.reason, chosen.describe().splitlines())}
+    found["disagree"] = disagreement(rank)
     if rank != 1:
         for method in MANY_WORKERS:
             model = integer_model("mlp")
@@ -388,10 +395,6 @@ def subgroup_and_choices() -> dict[str, Any]:
             found[method] = gradients(model)
             wrapped.close()
         dist.all_reduce(torch.ones(1), group=group)  # the group is still the user's
-    dist.barrier()
-    chosen = syncline.DataParallel(integer_model("mlp"))
-    found["auto"] = (chosen.method, chosen.reason, chosen.describe().splitlines())
-    found["disagree"] = disagreement(rank)
     return found
 
 

@@ -33,6 +33,8 @@ Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Any plan key, as KEY=VALUE; e.g. optimizer.learning_rate=0.05.")
 ]
 PrintPlan = Annotated[bool, typer.Option("--print-plan", help="Print the resolved plan as TOML and stop.")]
+PRELOAD = ["syncline.worker", "torch._dynamo"]
+"""What ranks need, loaded once before they are forked; the first optimiser that torch makes needs the second."""
 
 
 def parse_settings(settings: Sequence[str] | None) -> dict[str, Any]:
@@ -54,7 +56,7 @@ def resolved(plan: Plan, *, quiet: bool) -> Plan:
     from syncline.resolve import resolve
 
     if plan.method != "mpi":
-        start_fork_server(["syncline.worker"])  # it loads torch while the data is checked
+        start_fork_server(PRELOAD)  # it loads torch while the data is checked
     plan, sentence = resolve(plan, ranks_per_host=plan.workers, progress=show_fetch)
     if not quiet:
         print(sentence)
@@ -68,10 +70,11 @@ def resolved(plan: Plan, *, quiet: bool) -> Plan:
 def running(run: RunFolder, *, resumed: bool = False) -> Iterator[None]:
     """Whatever ends the ranks, the run folder says how it ended. What was refused leaves no trace."""
     before = run.info()["status"]
-    if resumed:
-        run.set_status("running")
     try:
-        yield
+        with run.locked():
+            if resumed:
+                run.set_status("running")
+            yield
     except UsageError:
         if resumed:
             run.set_status(before)
@@ -90,7 +93,7 @@ def on_ranks(function: Callable[..., Any], args: tuple[Any, ...], plan: Plan, lo
         return run_ranks_mpi(function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads)[0]
     results = run_ranks(
         function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads,
-        preload=["syncline.worker"], port=port,
+        preload=PRELOAD, port=port,
     )  # fmt: skip
     return results[0]
 

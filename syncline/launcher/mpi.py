@@ -42,6 +42,7 @@ from syncline.launcher.supervisor import (
     Supervisor,
     ending_path,
     give_output,
+    remove_segments,
     supervisor_path,
     take_output,
 )
@@ -154,6 +155,8 @@ class _Job:
                 succeeded = self._all_finished()
         finally:
             self._end()
+            for rank in self._ranks:
+                remove_segments(self._log_dir, rank)
         if succeeded:
             self._log.unlink(missing_ok=True)
         return succeeded

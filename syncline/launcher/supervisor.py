@@ -27,7 +27,7 @@ from syncline.launcher.verdict import Ending
 
 STOP_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
-_MAPS_SECONDS = 0.5
+_MAPS_SECONDS = 0.1
 _SEGMENTS = re.compile(r"/dev/shm/(?:mpich_shm|sm_segment|vader_segment|ucx_shm|open_mpi)[^\s/]*$", re.MULTILINE)
 _PR_SET_PDEATHSIG = 1
 
@@ -51,7 +51,7 @@ class Supervisor:
         self._parent = os.getppid()
         self._asked_at: float | None = None
         self._forced = False
-        self._segments: set[str] = set()
+        self._segments: list[str] = []
         self._look_at_maps = 0.0
 
     def run(self) -> None:
@@ -60,9 +60,7 @@ class Supervisor:
         pid = self._start()
         launcher_alive = watch.alive_check(self._given.launcher)
         code = self._see_to_its_end(pid, launcher_alive)
-        for segment in self._segments:
-            with contextlib.suppress(OSError):
-                os.unlink(segment)
+        remove_segments(self._given.log_dir, self._given.rank)
         ending = Ending(code, time.time(), self._asked_at is not None, self._forced)
         write_json(ending_path(self._given.log_dir, self._given.rank), asdict(ending))
         # Even if all is well: MPICH's mpiexec takes the first process that ends for the end of all.
@@ -78,6 +76,8 @@ class Supervisor:
         supervisor = os.getpid()
         pid = os.fork()
         if pid == 0:
+            # Some kinds of mpiexec send signals to whole groups; this one is the supervisor's to end.
+            os.setsid()
             _end_with(supervisor)
             self._live()
             os._exit(1)
@@ -95,8 +95,9 @@ class Supervisor:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status)
-            self._find_segments(pid)
-            if self._must_stop(launcher_alive):
+            must_stop = self._must_stop(launcher_alive)
+            self._find_segments(pid, must_stop=must_stop)
+            if must_stop:
                 self._end(pid)
             time.sleep(_LOOK_SECONDS)
 
@@ -113,24 +114,38 @@ class Supervisor:
             self._forced = True
             os.kill(pid, signal.SIGKILL)
 
-    def _find_segments(self, pid: int) -> None:
+    def _find_segments(self, pid: int, *, must_stop: bool) -> None:
         """MPI makes its shared memory when it starts: once it was seen, there is no need to look again."""
-        if self._segments or time.monotonic() < self._look_at_maps:
+        if self._segments or (time.monotonic() < self._look_at_maps and not must_stop):
             return
         self._look_at_maps = time.monotonic() + _MAPS_SECONDS
         with contextlib.suppress(OSError):
-            self._segments = set(_SEGMENTS.findall(Path(f"/proc/{pid}/maps").read_text()))
+            self._segments = sorted(set(_SEGMENTS.findall(Path(f"/proc/{pid}/maps").read_text())))
+        if self._segments:
+            write_json(_segments_path(self._given.log_dir, self._given.rank), self._segments)
 
 
 def supervisor_path(log_dir: Path, rank: int) -> Path:
     return log_dir / "outcomes" / f"rank-{rank}.supervisor.json"
 
 
+def _segments_path(log_dir: Path, rank: int) -> Path:
+    return log_dir / "outcomes" / f"rank-{rank}.segments.json"
+
+
 def ending_path(log_dir: Path, rank: int) -> Path:
     return log_dir / "outcomes" / f"rank-{rank}.ending.json"
 
 
-def write_json(path: Path, values: dict[str, object]) -> None:
+def remove_segments(log_dir: Path, rank: int) -> None:
+    """Named shared memory that MPI would have removed at its own end. Also for the launcher: mpiexec may kill a
+    supervisor by force."""
+    with contextlib.suppress(OSError, ValueError):
+        for segment in json.loads(_segments_path(log_dir, rank).read_text()):
+            Path(segment).unlink(missing_ok=True)
+
+
+def write_json(path: Path, values: object) -> None:
     """Whole or not at all; not at all if the folder is gone, because the launcher is."""
     part = path.with_suffix(".part")
     with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class Display:
@@ -23,7 +23,8 @@ class Display:
     def __enter__(self) -> Self:
         if self._shown and self._console.is_terminal:
             self._bar = Progress(
-                TextColumn("{task.description} {task.completed:.0f}/{task.total:.0f}"),
+                TextColumn("{task.description}"),
+                MofNCompleteColumn(),
                 BarColumn(),
                 TextColumn("{task.fields[figures]}"),
                 TimeRemainingColumn(),
@@ -31,7 +32,7 @@ class Display:
                 console=self._console,
                 transient=True,
             )
-            self._task = self._bar.add_task(self._unit, total=1, figures="")
+            self._task = self._bar.add_task(self._unit, total=None, figures="starting")
             self._bar.start()
         return self
 
@@ -48,10 +49,15 @@ class Display:
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total, figures=figures)
 
+    def doing(self, what: str) -> None:
+        """Something that is not a step takes its time."""
+        if self._bar is not None:
+            self._bar.update(self._task, figures=what)
+
     def line(self, text: str) -> None:
         if not self._lines:
             return
         if self._bar is not None and sys.stdout.isatty():
-            self._console.print(text, highlight=False)
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
         else:
             print(text, flush=True)

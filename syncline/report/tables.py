@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -13,21 +14,23 @@ from syncline.units import format_seconds
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", caption: str = "") -> None:
     """The first column left, the others right. Where there is no terminal to fit, nothing is cut."""
-    table = Table(title=title or None, caption=caption or None, title_justify="left", caption_justify="left")
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console = Console()
     (console if console.is_terminal else Console(width=200)).print(table)
+    if caption:
+        print(caption)
 
 
 def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, warmup: int) -> None:
-    columns = ["method", "workers x threads", "step", "spread", "images/s", "speed-up", "time / ddp", "loss"]
+    columns = ["method", "ranks", "step", "spread", "images/s", "speed-up", "time/ddp", "loss"]
     cells = [
         [
             row["label"],
-            f"{row['workers']} x {row['threads']}",
+            f"{row['workers']}x{row['threads']}",
             format_seconds(row["step"]["median_s"]),
             format_seconds(row["step"]["spread_s"]),
             f"{row['images_per_s']:.0f}",
@@ -38,9 +41,10 @@ def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, 
         for row in rows
     ]
     caption = (
-        f"Median of {steps} steps, methods taking turns; {warmup} warm-up steps each are cut. Spread: between the\n"
-        "quartiles. Speed-up: against single with one worker's threads. Loss: of the last step, same batches.\n"
-        "= : no difference, 1 lies inside the spread of the ratio."
+        f"Median of {steps} steps, methods taking turns; {warmup} warm-up steps of each are cut. Ranks:\n"
+        "workers x threads. Spread: between the quartiles. Speed-up: against single with one\n"
+        "worker's threads. Loss: of the last step, same batches for all. = : no difference, 1 lies\n"
+        "inside the spread of the ratio."
     )
     print_table(columns, cells, title=title, caption=caption)
 
@@ -51,11 +55,11 @@ def _ratio(ratio: dict[str, Any] | None, *, is_baseline: bool) -> str:
     if is_baseline:
         return "1"
     equal = "= " if ratio["no_difference"] else ""
-    return f"{equal}{ratio['median']:.2f} ±{ratio['spread'] / 2:.2f}"
+    return f"{equal}{ratio['median']:.2f}±{ratio['spread'] / 2:.2f}"
 
 
 def certificate_table(rows: Sequence[dict[str, Any]]) -> None:
-    columns = ["workers, model, method", "same shards in sequence", "one worker, whole batch", "drift"]
+    columns = ["workers, model, method", "same shards in turn", "one worker, whole batch", "drift"]
     cells = [
         [
             f"{row['workers']}  {row['model']}  {row['method']}",
@@ -66,8 +70,8 @@ def certificate_table(rows: Sequence[dict[str, Any]]) -> None:
         for row in rows
     ]
     caption = (
-        "Gradients from identical weights. Order: equal up to the order of summation, with the largest error as a\n"
-        "share of its bound. Drift: largest difference of a weight after free-running steps; shown, not judged."
+        "Gradients from identical weights. In brackets: the largest error as a share of its bound.\n"
+        "Drift: largest difference of a weight after free-running steps; shown, not judged."
     )
     print_table(columns, cells, caption=caption)
 
@@ -77,7 +81,7 @@ def describe(verdict: dict[str, Any]) -> str:
     if status == "bitwise":
         return "bitwise equal"
     if status == "order":
-        return f"equal but for order ({verdict['ratio']:.2g})"
+        return f"equal up to order ({verdict['ratio']:.2g})"
     if status == "lossy":
         return f"lossy, within its bound ({verdict['ratio']:.2g})"
     if status == "explained":

@@ -22,6 +22,7 @@ class Observer(Protocol):
     """Whoever shows what happens. Only rank 0's is asked to draw anything."""
 
     def step(self, step: int, total: int, loss: float, images_per_s: float) -> None: ...
+    def doing(self, what: str) -> None: ...
     def line(self, text: str) -> None: ...
 
 
@@ -117,6 +118,7 @@ class Loop:
         self._save(progress)
 
     def _evaluate(self, entry: dict[str, Any]) -> str:
+        self.observer.doing("evaluating")
         with self.worker.log.span("evaluate"):
             result = evaluate(self.worker.model, self.worker.batches, self.communicator)
         entry |= {"test_loss": result.loss, "test_accuracy": result.accuracy}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 
 import torch
@@ -71,12 +73,14 @@ def build_model(name: str, *, seed: int, channels_last: bool = False) -> nn.Modu
 
 def _user_builder(name: str) -> Callable[[], nn.Module]:
     module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python script.py` would: people keep the model where they stand
     try:
         builder = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise PlanError(
             f"cannot load model {name!r}: {error}.",
-            action="Give module:callable, with the module on PYTHONPATH.",
+            action="Give module:callable, with the module in this folder or on PYTHONPATH.",
         ) from error
     if not callable(builder):
         raise PlanError(f"model {name!r} is not callable.", action="Give a class or a function.")
