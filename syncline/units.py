@@ -18,6 +18,13 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
+def format_spread(seconds: float, spread_s: float) -> str:
+    """A median with half its spread in the same unit: '12.6 ±0.5 ms'."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ±{spread_s * 500:.1f} ms"
+    return f"{seconds:.2f} ±{spread_s / 2:.2f} s"
+
+
 def format_bytes(num_bytes: float) -> str:
     """36924456 -> '36.9 MB' (decimal units, as links and disks are rated)."""
     for unit in ("B", "kB", "MB", "GB"):

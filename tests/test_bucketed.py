@@ -658,6 +658,35 @@ def test_error_in_the_sending_thread_is_raised_by_finish(options: dict[str, Any]
     assert run_threads(2, live, deadline_s=5) == ["the cable is cut."] * 2
 
 
+def test_communication_hook_sees_every_gradient_and_its_result_counts() -> None:
+    """The result is a tensor of its own here; torch's hooks often write into the bucket."""
+
+    def live(comm: Communicator, _: EventLog) -> tuple[list[tuple[int, bool]], dict[str, Tensor]]:
+        seen: list[tuple[int, bool]] = []
+
+        def hook(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+            assert state == "state"
+            assert sum(gradient.numel() for gradient in bucket.gradients()) == bucket.buffer().numel()
+            assert len(bucket.gradients()) == len(bucket.parameters())
+            seen.append((bucket.index(), bucket.is_last()))
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(torch.full_like(bucket.buffer(), 7))
+            return future
+
+        model = integer_model("mlp")
+        sync = make_sync("bucketed", comm, bucket_cap_mb=TINY)
+        sync.register_comm_hook("state", hook)
+        integer_loss(sync.attach(model), comm.rank).backward()
+        sync.finish()
+        return seen, gradients(model)
+
+    for seen, found in on_threads(2, live):
+        last = len(seen) - 1
+        assert seen == [(number, number == last) for number in range(len(seen))]
+        assert last > 3
+        assert all(bool((gradient == 7).all()) for gradient in found.values())
+
+
 @pytest.mark.parametrize("method", FLAT)
 def test_detach_removes_hooks_and_the_thread_and_leaves_gradients(method: str) -> None:
     def live(comm: Communicator, log: EventLog) -> dict[str, Tensor]:

@@ -252,9 +252,12 @@ def started(function: Any, *args: Any) -> Any:
 
 def test_dead_peer_is_noticed_within_seconds_by_the_rank_that_waits(tmp_path: Path) -> None:
     processes = [started(lose_rank_1, rank, tmp_path) for rank in range(2)]
+    processes[0].join(40)  # the deadline would come after 90 s
+    endings = [process.exitcode for process in processes]
     for process in processes:
-        process.join(40)  # the deadline would come after 90 s
-    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
+        process.kill()
+        process.join()
+    assert endings == [0, -signal.SIGKILL]
     assert (
         tmp_path / "error"
     ).read_text() == "PeerLostError: [rank 0] rank 1 ended during waiting for all gradients."

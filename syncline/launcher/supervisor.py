@@ -28,6 +28,8 @@ from syncline.launcher.verdict import Ending
 STOP_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _MAPS_SECONDS = 0.1
+_OTHERS_SECONDS = 0.5
+"""How long the first supervisor to leave a dead launcher waits: mpiexec may then end the others at once."""
 _SEGMENTS = re.compile(r"/dev/shm/(?:mpich_shm|sm_segment|vader_segment|ucx_shm|open_mpi)[^\s/]*$", re.MULTILINE)
 _PR_SET_PDEATHSIG = 1
 
@@ -60,13 +62,14 @@ class Supervisor:
         pid = self._start()
         launcher_alive = watch.alive_check(self._given.launcher)
         code = self._see_to_its_end(pid, launcher_alive)
-        remove_segments(self._given.log_dir, self._given.rank)
+        _remove(self._segments)
         ending = Ending(code, time.time(), self._asked_at is not None, self._forced)
         write_json(ending_path(self._given.log_dir, self._given.rank), asdict(ending))
         # Even if all is well: MPICH's mpiexec takes the first process that ends for the end of all.
         while not self._must_stop(launcher_alive):
             time.sleep(_LOOK_SECONDS)
         if not launcher_alive():
+            time.sleep(_OTHERS_SECONDS)
             for folder in self._given.leftovers:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -110,6 +113,7 @@ class Supervisor:
         if self._asked_at is None:
             self._asked_at = now
             os.kill(pid, signal.SIGTERM)
+            _remove(self._segments)  # mpiexec may leave no time for it later
         elif now - self._asked_at > STOP_SECONDS and not self._forced:
             self._forced = True
             os.kill(pid, signal.SIGKILL)
@@ -141,7 +145,12 @@ def remove_segments(log_dir: Path, rank: int) -> None:
     """Named shared memory that MPI would have removed at its own end. Also for the launcher: mpiexec may kill a
     supervisor by force."""
     with contextlib.suppress(OSError, ValueError):
-        for segment in json.loads(_segments_path(log_dir, rank).read_text()):
+        _remove(json.loads(_segments_path(log_dir, rank).read_text()))
+
+
+def _remove(segments: list[str]) -> None:
+    for segment in segments:
+        with contextlib.suppress(OSError):
             Path(segment).unlink(missing_ok=True)
 
 

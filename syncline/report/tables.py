@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from syncline.units import format_seconds
+from syncline.units import format_spread
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", caption: str = "") -> None:
@@ -26,25 +26,24 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 
 
 def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, warmup: int) -> None:
-    columns = ["method", "ranks", "step", "spread", "images/s", "speed-up", "time/ddp", "loss"]
+    columns = ["method", "ranks", "step", "img/s", "speed-up", "time/ddp", "loss"]
     cells = [
         [
             row["label"],
             f"{row['workers']}x{row['threads']}",
-            format_seconds(row["step"]["median_s"]),
-            format_seconds(row["step"]["spread_s"]),
+            format_spread(row["step"]["median_s"], row["step"]["spread_s"]),
             f"{row['images_per_s']:.0f}",
             _ratio(row.get("speedup"), is_baseline=row["label"] == "single"),
             _ratio(row.get("ratio_to_ddp"), is_baseline=row["label"] == "ddp"),
-            f"{row['loss']:.4f}",
+            f"{row['loss']:.3f}",
         ]
         for row in rows
     ]
     caption = (
-        f"Median of {steps} steps, methods taking turns; {warmup} warm-up steps of each are cut. Ranks:\n"
-        "workers x threads. Spread: between the quartiles. Speed-up: against single with one\n"
-        "worker's threads. Loss: of the last step, same batches for all. = : no difference, 1 lies\n"
-        "inside the spread of the ratio."
+        f"Median of {steps} steps, methods taking turns; {warmup} warm-up steps of each are cut.\n"
+        "Ranks: workers x threads. ±: half the distance between the quartiles. Speed-up:\n"
+        "against single with one worker's threads. Loss: of the last step, same batches for\n"
+        "all. = : no difference, 1 lies inside the spread of the ratio."
     )
     print_table(columns, cells, title=title, caption=caption)
 
@@ -54,7 +53,7 @@ def _ratio(ratio: dict[str, Any] | None, *, is_baseline: bool) -> str:
         return "-"
     if is_baseline:
         return "1"
-    equal = "= " if ratio["no_difference"] else ""
+    equal = "=" if ratio["no_difference"] else ""
     return f"{equal}{ratio['median']:.2f}±{ratio['spread'] / 2:.2f}"
 
 

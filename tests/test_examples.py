@@ -1,0 +1,121 @@
+"""The examples run as their docstrings say, alone and on many workers, and learn the same; and `syncline launch`."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SYNCLINE, Cli
+from torch import Tensor
+
+import syncline
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PLAIN, PARALLEL = EXAMPLES / "plain_loop.py", EXAMPLES / "data_parallel_loop.py"
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+EPOCH = re.compile(r"^epoch \d: loss (\d+\.\d+)", re.MULTILINE)
+
+
+def run_example(path: Path) -> dict[str, Tensor]:
+    """In float64, where the order of summation stays a matter of the last digits over a whole training."""
+    torch.set_default_dtype(torch.float64)
+    return dict(runpy.run_path(str(path), run_name="__main__")["model"].state_dict())
+
+
+@cache
+def weights_after(path: Path, workers: int) -> list[dict[str, Tensor]]:
+    return syncline.launch(run_example, path, workers=workers, threads=1)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_example_ends_with_the_same_weights_on_any_number_of_workers(workers: int) -> None:
+    (alone,) = weights_after(PARALLEL, 1)
+    first, *others = weights_after(PARALLEL, workers)
+    assert list(first) == ["0.weight", "0.bias", "3.weight", "3.bias"]
+    for other in others:
+        assert all(torch.equal(other[key], first[key]) for key in first)
+    torch.testing.assert_close(first, alone, rtol=1e-6, atol=1e-9)
+
+
+def test_plain_example_has_the_same_model_and_learns() -> None:
+    (plain,) = weights_after(PLAIN, 1)
+    (parallel,) = weights_after(PARALLEL, 1)
+    assert {key: value.shape for key, value in plain.items()} == {key: value.shape for key, value in parallel.items()}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, PLAIN],
+        [sys.executable, PARALLEL],
+        [TORCHRUN, "--nproc-per-node", "2", PARALLEL],
+        [SYNCLINE, "launch", PARALLEL, "--workers", "2"],
+    ],
+    ids=["plain", "alone", "torchrun", "syncline launch"],
+)
+def test_example_runs_as_its_docstring_says(command: list[object], tmp_path: Path) -> None:
+    folder, scratch = tmp_path / "work", tmp_path / "scratch"  # torchrun leaves a folder among temporary files
+    folder.mkdir()
+    scratch.mkdir()
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stderr
+    losses = [float(text) for text in EPOCH.findall(done.stdout)]
+    assert len(losses) == 3, done.stdout
+    assert losses[-1] < losses[0]
+    assert list(folder.iterdir()) == []
+
+
+def test_diff_between_the_examples_is_small() -> None:
+    """What a user has to change: the wrapper, the sampler, the weight, and who prints."""
+    code = [path.read_text().partition('"""\n\nimport torch')[2].splitlines() for path in (PLAIN, PARALLEL)]
+    plain, parallel = code
+    assert len([line for line in parallel if line.strip() and line not in plain]) <= 8
+
+
+# syncline launch.
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return path
+
+
+def test_launch_without_the_script_is_refused(cli: Cli) -> None:
+    done = cli("launch", "missing.py")
+    assert done.returncode == 2
+    assert done.stderr == "syncline: there is no script missing.py.\n"
+
+
+def test_launch_hands_arguments_and_the_script_s_folder_on(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("WORD = 'beside'")
+    path = script(
+        tmp_path,
+        "import beside, os, sys\n"
+        "from pathlib import Path\n"
+        "assert __name__ == '__main__'\n"
+        "Path(sys.argv[2], os.environ['RANK']).write_text(' '.join([beside.WORD, *sys.argv[1:2], *sys.argv[3:]]))\n",
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    done = cli("launch", path, "--workers", "2", "--", "--lr", out, "--workers", "7")
+    assert done.returncode == 0, done.stderr
+    assert [(out / rank).read_text() for rank in ("0", "1")] == ["beside --lr --workers 7"] * 2
+
+
+def test_launch_shows_the_script_s_own_traceback_and_rank(cli: Cli, tmp_path: Path) -> None:
+    path = script(tmp_path, "import os\nif os.environ['RANK'] == '1':\n    {}['my own mistake']\n")
+    done = cli("launch", path, "--workers", "2")
+    assert done.returncode == 1
+    assert "mine.py\", line 3, in <module>\n    {}['my own mistake']" in done.stderr
+    assert "KeyError: 'my own mistake'" in done.stderr
+    assert re.fullmatch(r"syncline: \[rank 1\] .*", done.stderr.splitlines()[-1])

@@ -1,0 +1,309 @@
+"""Method mpi: exact verbs, the same training as bucketed, blame, ends, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import mpi_programs as programs
+import pytest
+from conftest import Cli, any_alive, entries, is_alive, living_pids, read_quietly, wait_until
+from helpers import expected_mean, gradients, integer_loss, integer_model, on_threads
+
+from syncline import worker
+from syncline.comm import Communicator
+from syncline.comm.mpi_backend import connect_mpi
+from syncline.errors import PlanError, RankFailed, UsageError
+from syncline.launcher.environment import is_rank_variable, placement_from_environment
+from syncline.launcher.local import run_ranks
+from syncline.launcher.mpi import mpiexec_command, run_ranks_mpi
+from syncline.plan import Plan, parse_plan
+from syncline.spans import EventLog
+from syncline.store import create_run
+from syncline.sync import make_sync
+
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+HAS_MPIEXEC = MPIEXEC.exists() or shutil.which("mpiexec") is not None
+HAS_MPI4PY = importlib.util.find_spec("mpi4py") is not None
+needs_mpi = pytest.mark.skipif(not (HAS_MPIEXEC and HAS_MPI4PY), reason="mpi4py or mpiexec is not installed")
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+SLURM = {
+    "PMI_RANK": "5",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, MPICH, SLURM])
+def test_placement_under_mpiexec(variables: dict[str, str]) -> None:
+    place = placement_from_environment(variables)
+    assert place is not None
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (5, 8, 1, 4)
+    assert (place.host_index, place.num_hosts, place.launcher) == (1, 2, "mpi")
+    assert (place.master_addr, place.master_port) == ("", 0)
+
+
+def test_torchrun_wins_and_a_batch_script_is_no_rank() -> None:
+    place = placement_from_environment({**MPICH, **TORCHRUN})
+    assert place is not None
+    assert (place.rank, place.world_size, place.master_port) == (0, 1, 29500)
+    assert placement_from_environment({k: v for k, v in SLURM.items() if k != "PMI_RANK"}) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "text", "words"),
+    [
+        (MPICH, "PMI_SIZE", "", "but not PMI_SIZE"),
+        (MPICH, "MPI_LOCALRANKID", "", "but not MPI_LOCALRANKID"),
+        (MPICH, "PMI_RANK", "8", "variable PMI_RANK "),
+        (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK", "4", "variable OMPI_COMM_WORLD_LOCAL_RANK "),
+        (OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "many", "OMPI_COMM_WORLD_SIZE is 'many'"),
+    ],
+)
+def test_wrong_variable_of_mpiexec_is_named(variables: dict[str, str], name: str, text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        placement_from_environment({**variables, name: text})
+
+
+def test_variables_of_mpiexec_are_not_passed_on() -> None:
+    assert all(map(is_rank_variable, [*OPEN_MPI, *MPICH, "HYDI_CONTROL_FD", "PMIX_RANK"]))
+
+
+def test_missing_mpi4py_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(PlanError, match=r"method mpi needs mpi4py: pip install 'syncline\[mpi\]'"):
+        connect_mpi(timedelta(seconds=1))
+
+
+def test_missing_mpiexec_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"mpiexec, and there is none\. Install one: pip install mpich"):
+        run_ranks_mpi(programs.late, workers=1, log_dir=None)
+
+
+def test_mpiexec_of_open_mpi_may_share_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = tmp_path / "mpiexec"
+    fake.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    command = mpiexec_command(4)
+    assert command[:3] == [str(fake), "-n", "4"]
+    assert "--oversubscribe" in command
+    assert ("--allow-run-as-root" in command) == (os.geteuid() == 0)
+
+
+def test_plan_takes_the_options_that_mean_something() -> None:
+    options = {
+        "bucket_cap_mb": 1.0,
+        "collective": "ring",
+        "overlap": True,
+        "transfer_dtype": "bf16",
+        "unused": "zero",
+    }
+    assert parse_plan({"method": "mpi", "options": options}).options_for("mpi") == options
+    with pytest.raises(PlanError, match="method mpi has no option groups"):
+        parse_plan({"method": "mpi", "options": {"groups": 2}})
+    with pytest.raises(PlanError, match="method mpi sends from the memory of the CPU"):
+        parse_plan({"method": "mpi", "device": "cuda"})
+
+
+def test_method_averages_exactly_on_threads() -> None:
+    def live(comm: Communicator, _: EventLog) -> dict[str, Any]:
+        model = integer_model("cnn")
+        sync = make_sync("mpi", comm)
+        integer_loss(sync.attach(model), comm.rank).backward()
+        sync.finish()
+        return gradients(model)
+
+    for found in on_threads(3, live):
+        assert all(found[name].equal(mean) for name, mean in expected_mean("cnn", 3).items())
+
+
+def test_method_is_refused_by_name_among_ranks_of_torch() -> None:
+    for refusal in run_ranks(programs.make_mpi_sync_over_gloo, workers=2, log_dir=None, threads=1):
+        assert refusal.startswith("PlanError: method mpi needs ranks that mpiexec started")
+        assert "syncline train --method mpi" in refusal
+
+
+@needs_mpi
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_verb_is_exact_and_what_cannot_work_is_refused(workers: int) -> None:
+    for rank, found in enumerate(run_ranks_mpi(programs.every_verb, workers=workers, log_dir=None, threads=1)):
+        assert found["place"] == (rank, workers, 0)
+        assert "MPI cannot add up bfloat16" in found["half"]
+        assert 'options.collective = "ring"' in found["half"]
+        assert found["segments"] == [], "shared memory that a killed rank would leave behind"
+        if workers > 1:
+            assert "rank 0 calls all_reduce float32 [3]; rank 1 calls all_reduce float64 [3]" in found["contract"]
+
+
+@needs_mpi
+def test_wait_ends_at_the_deadline_without_burning_a_core() -> None:
+    assert run_ranks_mpi(programs.late, workers=2, log_dir=None) == ["DeadlineError('the deadline passed.')", ""]
+
+
+@needs_mpi
+def test_training_equals_bucketed_and_resumes_bit_for_bit(cli: Cli, tmp_path: Path) -> None:
+    flags = {"model": "cnn", "data": "synthetic", "workers": 2, "threads": 1, "global_batch": 13, "steps": 6}
+    settings: dict[str, Any] = {**flags, "checkpoint": {"every": 2}, "evaluate": False, "log_every": 1}
+    plans = [Plan(**settings, method="mpi")]
+    for name in ("whole", "broken"):
+        create_run(tmp_path / "runs" / f"mpi-{name}", kind="train", plan=plans[0], label="")
+    arguments = (plans, str(tmp_path / "runs"), 5)
+    digests = run_ranks_mpi(programs.digests, arguments, workers=2, log_dir=tmp_path / "logs", threads=1)[0]
+    assert len(set(digests["mpi"])) == 1
+
+    (tmp_path / "work" / "plan.toml").write_text(plans[0].to_toml())
+    done = cli("train", "plan.toml", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["weights_sha256"] == digests["mpi"][0]
+    plan = plans[0].replace(method="bucketed")
+    run = create_run(tmp_path / "runs" / "bucketed", kind="train", plan=plan, label="")
+    control = run_ranks(worker.train, (plan, run, False, True), workers=2, log_dir=None, threads=1)[0]
+    losses = [[line["loss"] for line in summary["losses"]] for summary in (found, control)]
+    assert len(losses[0]) == 6
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@needs_mpi
+def test_another_mpiexec_runs_the_worker_and_an_error_on_one_rank_ends_all(tmp_path: Path) -> None:
+    plan = Plan(model="mlp", data="synthetic", workers=2, threads=1, global_batch=8, steps=2, evaluate=False)
+    (tmp_path / "mpi.toml").write_text(plan.replace(method="mpi").to_toml())
+    command = [*mpiexec_command(2), sys.executable, "-m", "syncline.worker", "mpi.toml", "--run-dir", "run"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "weights " in done.stdout
+    # Only rank 0 sees that the run folder is taken; rank 1 waits to be told where it is.
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("syncline: ") == 1
+
+
+def test_other_methods_are_refused_under_mpiexec_by_name() -> None:
+    place = placement_from_environment(MPICH)
+    assert place is not None
+    with pytest.raises(PlanError, match="mpiexec gives ranks no place to meet, which method ddp needs"):
+        worker._backend(Plan(method="ddp", workers=8), place)
+
+
+@needs_mpi
+def test_output_of_rank_0_stays_and_others_go_to_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With lambdas, on more ranks than cores, and results by rank."""
+    rank = "OMPI_COMM_WORLD_RANK" if "OMPI" in str(mpiexec_command(1)) else "PMI_RANK"
+    found = run_ranks_mpi(lambda: [print("rank", os.environ[rank]), os.environ[rank]][1], workers=4, log_dir=tmp_path)
+    assert found == ["0", "1", "2", "3"]
+    assert capfd.readouterr().out == "rank 0\n"
+    assert (tmp_path / "rank-3.stdout.log").read_text() == "rank 3\n"
+    assert not (tmp_path / "mpiexec.log").exists()
+
+
+@needs_mpi
+def test_own_exception_is_blamed_while_others_are_in_a_collective() -> None:
+    with pytest.raises(RankFailed, match="fault of rank") as caught:
+        run_ranks_mpi(programs.raise_on, (1,), workers=3, log_dir=None)
+    assert caught.value.rank == 1
+    assert "in raise_on" in caught.value.traceback_text
+
+
+@contextmanager
+def launcher_process(
+    function: str, workers: int, tmp_path: Path
+) -> Iterator[tuple[subprocess.Popen[str], list[int], Callable[[], list[int]]]]:
+    """A launcher, its ranks' pids, and a function that finds every process that it has led to."""
+    ready, scratch = tmp_path / "ready", tmp_path / "scratch"
+    ready.mkdir()
+    scratch.mkdir()
+    segments = entries(Path("/dev/shm"))
+    process = subprocess.Popen(
+        [sys.executable, programs.__file__, function, str(workers)],
+        env={**os.environ, "TEST_READY": str(ready), "TMPDIR": str(scratch)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+    def family() -> list[int]:
+        mark = f"TEST_READY={ready}".encode()
+        return [pid for pid in living_pids() if mark in read_quietly(Path(f"/proc/{pid}/environ")).split(b"\0")]
+
+    with process:
+        try:
+            wait_until(lambda: len(list(ready.glob("*.pid"))) == workers, 60, "all ranks ready")
+            yield process, [int((ready / f"{rank}.pid").read_text()) for rank in range(workers)], family
+            wait_until(lambda: not family(), 10, "nobody left")
+            assert list(scratch.iterdir()) == []
+            left = entries(Path("/dev/shm")) - segments
+            assert [name for name in left if name.startswith(("mpich", "sm_segment", "ucx"))] == []
+        finally:
+            process.kill()
+
+
+@needs_mpi
+def test_killed_rank_is_blamed(tmp_path: Path) -> None:
+    with launcher_process("all_reduce_for_ever", 3, tmp_path) as (process, pids, _):
+        os.kill(pids[1], signal.SIGKILL)
+        out, err = process.communicate(timeout=20)
+        assert process.returncode == 1
+        assert out.startswith("RankFailed: [rank 1] killed by SIGKILL"), out + err
+
+
+@needs_mpi
+def test_everyone_ends_when_mpiexec_is_killed(tmp_path: Path) -> None:
+    with launcher_process("block_in_a_collective", 2, tmp_path) as (process, pids, family):
+        (mpiexec,) = [pid for pid in family() if parent_of(pid) == process.pid]
+        assert mpiexec not in pids
+        os.kill(mpiexec, signal.SIGKILL)
+        out, _ = process.communicate(timeout=20)
+        assert out.startswith("RankFailed: mpiexec was killed by SIGKILL, and its ranks with it."), out
+
+
+@needs_mpi
+@pytest.mark.parametrize("function", ["block_in_a_collective", "never_get_into_mpi"])
+def test_everyone_ends_when_the_launcher_is_killed(function: str, tmp_path: Path) -> None:
+    with launcher_process(function, 2, tmp_path) as (process, pids, _):
+        process.kill()
+        wait_until(lambda: not any_alive(pids), 10, "all ranks gone")
+
+
+@needs_mpi
+def test_interrupt_ends_everything_with_one_line(tmp_path: Path) -> None:
+    with launcher_process("block_in_a_collective", 2, tmp_path) as (process, pids, _):
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        assert (out, err) == ("Interrupted: Stopped by Ctrl-C; every rank has ended.\n", "")
+        assert process.returncode == 130
+        assert not any(map(is_alive, pids))
+
+
+def parent_of(pid: int) -> int:
+    return int(read_quietly(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()[1])
