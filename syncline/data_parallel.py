@@ -5,8 +5,9 @@
     loss.backward()            # returns with averaged gradients, whatever the method
     optimizer.step()
 
-Runs under torchrun, mp.spawn, `syncline launch script.py`, or alone. A process group that is already initialised is
-adopted; otherwise the launcher's environment is followed; a process that nobody launched is a world of one.
+Runs under torchrun, mpiexec, mp.spawn, `syncline launch script.py`, or alone. A process group that is already
+initialised is adopted; otherwise the launcher's environment is followed; a process that nobody launched is a world of
+one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from syncline.comm import Communicator, instrumented
+from syncline.comm.mpi_backend import connect_mpi
 from syncline.comm.shared_memory import count_hosts
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.comm.torch_backend import adopt, connect
@@ -239,6 +241,8 @@ def _join(process_group: dist.ProcessGroup | None, deadline_s: float) -> Communi
         raise PlanError("process_group was given, but torch.distributed is not initialised.")
     if place is None:
         return ThreadCommunicator(ThreadWorld(1), 0)
+    if not place.master_addr:
+        return connect_mpi(deadline)  # mpiexec names no place to meet: MPI itself is one
     return connect(
         backend="nccl" if torch.cuda.is_available() else "gloo",
         rank=place.rank,

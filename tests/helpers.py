@@ -90,8 +90,7 @@ def runs_on_threads(method: str) -> bool:
 
 
 MANY_WORKERS = [method for method in CLASSES if method not in ("single", "mpi")]
-"""The methods for ranks that torch starts; mpi has ranks and tests of its own."""
-"""Methods that average over ranks."""
+"""Methods that average over ranks that torch starts; mpi has ranks and tests of its own."""
 ON_THREADS = [method for method in MANY_WORKERS if runs_on_threads(method)]
 
 

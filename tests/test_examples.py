@@ -7,7 +7,6 @@ import re
 import runpy
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,25 +28,12 @@ def run_example(path: Path) -> dict[str, Tensor]:
     return dict(runpy.run_path(str(path), run_name="__main__")["model"].state_dict())
 
 
-@cache
-def weights_after(path: Path, workers: int) -> list[dict[str, Tensor]]:
-    return syncline.launch(run_example, path, workers=workers, threads=1)
-
-
-@pytest.mark.parametrize("workers", [2, 3])
-def test_example_ends_with_the_same_weights_on_any_number_of_workers(workers: int) -> None:
-    (alone,) = weights_after(PARALLEL, 1)
-    first, *others = weights_after(PARALLEL, workers)
+def test_example_ends_with_the_same_weights_on_one_worker_and_on_two() -> None:
+    (alone,) = syncline.launch(run_example, PARALLEL, workers=1, threads=1)
+    first, second = syncline.launch(run_example, PARALLEL, workers=2, threads=1)
     assert list(first) == ["0.weight", "0.bias", "3.weight", "3.bias"]
-    for other in others:
-        assert all(torch.equal(other[key], first[key]) for key in first)
+    assert all(torch.equal(second[key], first[key]) for key in first)
     torch.testing.assert_close(first, alone, rtol=1e-6, atol=1e-9)
-
-
-def test_plain_example_has_the_same_model_and_learns() -> None:
-    (plain,) = weights_after(PLAIN, 1)
-    (parallel,) = weights_after(PARALLEL, 1)
-    assert {key: value.shape for key, value in plain.items()} == {key: value.shape for key, value in parallel.items()}
 
 
 @pytest.mark.parametrize(
