@@ -27,7 +27,7 @@ from syncline.comm.shared_memory import Barrier, Segment
 from syncline.comm.torch_backend import TorchCommunicator, connect
 from syncline.launcher.local import run_ranks
 from syncline.spans import EventLog
-from syncline.sync.shared_memory import average_slice
+from syncline.sync.shared_memory import average_pieces, cut_slice
 from syncline.units import format_bytes, format_seconds
 
 SIZES = (4_096, 65_536, 1_048_576, 36_924_456, 268_435_456)
@@ -56,7 +56,7 @@ def make_contenders(
     direct = Executor(communicator, make_schedule("direct", world_size))
     segment = Segment(communicator, 4 * num_elements * world_size)
     row = [segment.tensor(torch.float32, num_elements, 4 * num_elements * one) for one in range(world_size)]
-    barrier = Barrier(segment, communicator)
+    barrier, pieces = Barrier(segment, communicator), cut_slice(row, rank)
 
     def scheduled(executor: Executor) -> Callable[[], None]:
         def run() -> None:
@@ -67,7 +67,7 @@ def make_contenders(
 
     def shared() -> None:
         barrier.wait("ready")
-        average_slice(row, rank)
+        average_pieces(pieces, None)
         barrier.wait("done")
 
     total = sum(range(1, world_size + 1))
@@ -76,7 +76,7 @@ def make_contenders(
         "ring by hand": _checked(lambda: ring_by_hand(buffer, scratch, backend.group), buffer, rank + 1, total),
         "ring": _checked(scheduled(ring), buffer, rank + 1, total),
         "direct": _checked(scheduled(direct), buffer, rank + 1, total),
-        "shared-memory": _checked(shared, row[rank], rank + 1, total / world_size),
+        "shared-memory": _checked(shared, row[rank], rank + 1, total),
     }
 
 

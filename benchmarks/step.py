@@ -68,11 +68,12 @@ def main() -> None:
     parser.add_argument("--batches", default="8,16,64", help="images per worker, with commas between")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--no-heavy", action="store_true", help="leave out the parameter-heavy model")
     parser.add_argument("--save", action="store_true", help="keep the result beside this file")
     chosen = parser.parse_args()
     lines = ["| model | images per worker | workers | method | median | time / ddp (quartiles) | time / bare |"]
     lines.append("|---|---|---|---|---|---|---|")
-    cases = [("vgg11", int(batch)) for batch in chosen.batches.split(",")] + [("heavy", 8)]
+    cases = [("vgg11", int(batch)) for batch in chosen.batches.split(",")] + [("heavy", 8)] * (not chosen.no_heavy)
     for world_size in map(int, chosen.workers.split(",")):
         for model, batch in cases:
             args = (model, batch, chosen.methods.split(","), chosen.rounds)

@@ -13,7 +13,7 @@ one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -51,7 +51,6 @@ REFUSED = {
     "skip_all_reduce_unused_params": "use unused='zero' or 'error'",
     "bucket_cap_mb_list": "use bucket_cap_mb",
     "batched_grad_copy": "gradients are views of their bucket already",
-    "forward_sync_buffers": "use broadcast_buffers",
 }
 """Keywords of torch's DistributedDataParallel that have no meaning here, and what to do instead."""
 
@@ -66,6 +65,7 @@ class DataParallel(nn.Module):
         *,
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = False,
+        forward_sync_buffers: bool | None = None,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
@@ -93,8 +93,11 @@ class DataParallel(nn.Module):
         self.log.method = self.method
         self.module = module
         self.sync = make_sync(self.method, self.communicator, log=None if self.log.off else self.log, **options)
-        self._called = self.sync.attach(module)
-        self._broadcast_buffers = broadcast_buffers
+        self._attached = [self.sync.attach(module)]  # in a list, or it would be registered as a second submodule
+        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
+        # The first is what older versions of torch call the second.
+        self._broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         self._ends_backward = False
         self._accumulates = False
         self._uneven: _Join | None = None
@@ -118,7 +121,7 @@ class DataParallel(nn.Module):
             self._uneven.announce(active=True)
         if self._broadcast_buffers and self.training and torch.is_grad_enabled():
             self._share_buffers()
-        outputs = self._called(*args, **kwargs)
+        outputs = self._attached[0](*args, **kwargs)
         if isinstance(self.sync, DDP) or not torch.is_grad_enabled():
             return outputs
         # The outermost backward passes here first. Hooks of parameters may run in a backward inside that one
@@ -147,7 +150,7 @@ class DataParallel(nn.Module):
         with torch's class, the mean is over the whole world.
         """
         if isinstance(self.sync, DDP):
-            with self._called.join():  # type: ignore[operator]
+            with self._attached[0].join():  # type: ignore[operator]
                 yield
             return
         self._uneven = _Join(self)
@@ -156,18 +159,6 @@ class DataParallel(nn.Module):
             self._uneven.shadow()
         finally:
             self._uneven = None
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """With the keys of the module itself."""
-        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Takes the keys of the module itself, and those of torch's wrapper, which begin with 'module.'."""
-        own = self.module.state_dict().keys()
-        wrapped = all(key.startswith("module.") and key not in own for key in state_dict) and bool(state_dict)
-        plain = {key.removeprefix("module."): value for key, value in state_dict.items()} if wrapped else state_dict
-        return self.module.load_state_dict(plain, *args, **kwargs)
 
     def describe(self) -> str:
         """What averages the gradients, why, and in which buckets."""
@@ -201,6 +192,20 @@ class DataParallel(nn.Module):
         with self.communicator.scope("buffers"):
             for name, buffer in self.module.named_buffers():
                 self.communicator.broadcast(buffer, root=root, label=name)
+
+
+def _without_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    """The keys of the module itself in a state_dict, also where the wrapper is part of another module."""
+    wrapped = f"{prefix}module."
+    for key in [key for key in state if key.startswith(wrapped)]:
+        state[prefix + key.removeprefix(wrapped)] = state.pop(key)
+
+
+def _with_prefix(wrapper: DataParallel, state: dict[str, Any], prefix: str, *_rest: object) -> None:
+    """Loading takes the keys of the module itself, and those of torch's wrapper, which begin with 'module.'."""
+    own = wrapper.module.state_dict().keys()
+    for key in [key for key in state if key.startswith(prefix) and key.removeprefix(prefix) in own]:
+        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
 class _Join:

@@ -29,6 +29,7 @@ from syncline.errors import PlanError, SynclineError
 from syncline.launcher import watch
 from syncline.launcher.environment import Placement, placement_from_environment
 from syncline.launcher.local import cores
+from syncline.launcher.machine import keep_freed_memory
 from syncline.measure.certify import Certifier
 from syncline.measure.compare import Comparison, contenders
 from syncline.measure.statistics import timing
@@ -177,6 +178,7 @@ def _joined(plan: Plan, events: Path | None, backend: Communicator | None = None
     process is about to end."""
     place = _placement(plan)
     torch.set_num_threads(plan.threads or 1)
+    keep_freed_memory()
     device = _device(plan, place)
     backend = backend or _backend(plan, place)
     log = EventLog(events and events / f"rank-{place.rank}.jsonl", rank=place.rank, world_size=place.world_size)

@@ -776,9 +776,6 @@ def test_16_bit_transfers_are_certified_as_lossy_and_bounded(
     assert certificate.one_worker.cause == "lossy transfers"
 
 
-@pytest.mark.xfail(
-    strict=True, reason="certify.py takes 'exact without 16 bits' as an excuse against reference A too"
-)
 def test_coarser_rounding_than_declared_is_not_certified() -> None:
     certificate = certify_16_bits(RoundsTo8Bits, torch.bfloat16, "direct", 2)
     assert not certificate.passed

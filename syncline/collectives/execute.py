@@ -10,13 +10,12 @@ out a result rounds its own copy too, so that all ranks end with the same bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from syncline.collectives.schedule import Op, Schedule, chunk_bounds
-from syncline.comm.communicator import Communicator
+from syncline.comm.communicator import Communicator, Operation
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class RankRound:
     receives: tuple[Message, ...]
 
 
-@lru_cache(maxsize=512)
 def rank_rounds(schedule: Schedule, rank: int, num_elements: int) -> tuple[RankRound, ...]:
     """One rank's messages, round by round; rounds without any are left out."""
     bounds = chunk_bounds(num_elements, schedule.num_chunks)
@@ -68,32 +66,31 @@ class Executor:
         self.communicator = communicator
         self.schedule = schedule
         self.wire_dtype = wire_dtype
+        self._rounds: dict[int, tuple[RankRound, ...]] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def sum(self, buffer: Tensor, *, label: str = "", ready_ns: int | None = None) -> None:
-        for one in rank_rounds(self.schedule, self.communicator.rank, buffer.numel()):
-            self._run_round(one, buffer, label, ready_ns)
+        size = buffer.numel()
+        if size not in self._rounds:
+            self._rounds[size] = rank_rounds(self.schedule, self.communicator.rank, size)
+        operation = Operation("schedule", buffer, label=f"{self.schedule.name} {label}".strip(), ready_ns=ready_ns)
+        self.communicator.run(operation, lambda backend: self._run(backend, buffer))
 
-    def _run_round(self, one: RankRound, buffer: Tensor, label: str, ready_ns: int | None) -> None:
-        incoming = self._landing(one, buffer)
-        comm = self.communicator
-        receives = [
-            comm.receive(into, message.peer, label=label)
-            for message, into in zip(one.receives, incoming, strict=True)
-        ]
-        sends = [
-            comm.send(self._outgoing(message, buffer), message.peer, label=label, ready_ns=ready_ns)
-            for message in one.sends
-        ]
-        for message, work, landed in zip(one.receives, receives, incoming, strict=True):
-            work.wait()
-            part = buffer[message.start : message.stop]
-            if message.op == "add":
-                part.add_(landed)
-            elif landed.dtype != part.dtype:
-                part.copy_(landed)
-        for work in sends:
-            work.wait()
+    def _run(self, backend: Communicator, buffer: Tensor) -> None:
+        for one in self._rounds[buffer.numel()]:
+            landing = self._landing(one, buffer)
+            pairs = list(zip(one.receives, landing, strict=True))
+            receives = [backend.receive(into, message.peer) for message, into in pairs]
+            sends = [backend.send(self._outgoing(message, buffer), message.peer) for message in one.sends]
+            for (message, landed), work in zip(pairs, receives, strict=True):
+                work.wait()
+                part = buffer[message.start : message.stop]
+                if message.op == "add":
+                    part.add_(landed)
+                elif landed.dtype != part.dtype:
+                    part.copy_(landed)
+            for work in sends:
+                work.wait()
 
     def _outgoing(self, message: Message, buffer: Tensor) -> Tensor:
         part = buffer[message.start : message.stop]

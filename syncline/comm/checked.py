@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -54,16 +54,8 @@ class Checked(Wrapper):
             self._scope, self._counts = outer
 
     def start(self, operation: Operation) -> Work:
-        tensor = operation.tensor
         place = self._next_place(_channel(operation, self.rank))
-        # Compared as values, not as text: this is on the path of every message.
-        known = (
-            place.scope, place.channel, place.index,
-            operation.name, operation.peer, tensor.dtype, tensor.shape, tensor.stride(),
-        )  # fmt: skip
-        if known not in self._seen:
-            self._seen.add(known)
-            self.store.set(_key(place, self.rank), _signature(operation))
+        if self._is_new(operation, place):
             if operation.name == "receive":
                 work = _CheckedWork(self, operation, place, None)
                 self._unposted.append(work)
@@ -71,6 +63,17 @@ class Checked(Wrapper):
             if operation.name != "send":
                 self._compare(operation, place, range(self.world_size))
         return _CheckedWork(self, operation, place, self._begin(operation, place))
+
+    def run(self, operation: Operation, body: Callable[[Communicator], None]) -> None:
+        place = self._next_place("all")
+        if self._is_new(operation, place):
+            self._compare(operation, place, range(self.world_size))
+        self._stalls.enter(place, lambda: _signature(operation))
+        try:
+            self.inner.run(operation, body)
+        except CommunicationError as error:
+            raise self._located(error, operation, place) from error
+        self._stalls.leave()
 
     def split(self, name: str) -> Communicator:
         return Checked(self.inner.split(name), self.log, deadline_s=self.deadline_s)
@@ -94,6 +97,20 @@ class Checked(Wrapper):
         except CommunicationError as error:
             raise self._located(error, operation, place) from error
         self._stalls.leave()
+
+    def _is_new(self, operation: Operation, place: Place) -> bool:
+        """Whether this signature is new at this call; if so it is published for the other ranks."""
+        tensor = operation.tensor
+        # Compared as values, not as text: this is on the path of every message.
+        known = (
+            place.scope, place.channel, place.index,
+            operation.name, operation.peer, tensor.dtype, tensor.shape, tensor.stride(),
+        )  # fmt: skip
+        if known in self._seen:
+            return False
+        self._seen.add(known)
+        self.store.set(_key(place, self.rank), _signature(operation))
+        return True
 
     def _next_place(self, channel: str) -> Place:
         index = self._counts.get(channel, 0)

@@ -7,7 +7,7 @@ implements one method, and a wrapper (Checked, Traced, Failing) sees everything 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -18,7 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:  # torch.distributed exports it only where it was built in
     from torch._C._distributed_c10d import Store
 
-OperationName = Literal["all_reduce", "all_gather", "broadcast", "gather", "scatter", "send", "receive"]
+OperationName = Literal["all_reduce", "all_gather", "broadcast", "gather", "scatter", "send", "receive", "schedule"]
 PAIRWISE = ("send", "receive")
 
 
@@ -64,6 +64,13 @@ class Communicator(ABC):
     @abstractmethod
     def start(self, operation: Operation) -> Work:
         """Start the operation; the tensor must not be touched until the returned work was waited for."""
+
+    def run(self, operation: Operation, body: Callable[[Communicator], None]) -> None:
+        """Many messages that are one operation: compared, timed and watched as one. Blocks.
+
+        `body` gets the communicator below all wrappers, so that its messages cost no more than they must.
+        """
+        body(self)
 
     @property
     def backend(self) -> Communicator:

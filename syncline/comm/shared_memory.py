@@ -29,7 +29,7 @@ LINE = 64
 """Bytes between two ranks' flags: a cache line each, so that ranks do not slow each other down."""
 SPINS = 200
 YIELDS = 200
-LONGEST_SLEEP_S = 0.001
+LONGEST_SLEEP_S = 0.0002
 LOOK_EVERY_S = 0.2
 
 

@@ -42,11 +42,14 @@ class TorchCommunicator(Communicator):
         return _TorchWork(lambda: _START[operation.name](operation, self.group))
 
     def split(self, name: str) -> TorchCommunicator:
+        """A subgroup keeps its one set of channels, because torch can only make new ones with the whole world: there,
+        nothing else may talk while buckets are on their way."""
         ranks = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(ranks, timeout=self.deadline, backend=dist.get_backend(self.group))
         self._splits += 1
         store = dist.PrefixStore(f"{name}#{self._splits}", self.store)
-        return TorchCommunicator(group, store, owned=True, deadline=self.deadline, host_index=self.host_index)
+        whole = len(ranks) == dist.get_world_size()
+        group = dist.new_group(ranks, self.deadline, dist.get_backend(self.group)) if whole else self.group
+        return TorchCommunicator(group, store, owned=whole, deadline=self.deadline, host_index=self.host_index)
 
     def close(self) -> None:
         if self._owned and dist.is_initialized():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from syncline.comm.communicator import Communicator, Operation, Work
 from syncline.comm.wrapper import Wrapper
@@ -21,6 +22,11 @@ class Traced(Wrapper):
         start_ns = time.monotonic_ns()
         return _TracedWork(self.inner.start(operation), self.log, operation, start_ns)
 
+    def run(self, operation: Operation, body: Callable[[Communicator], None]) -> None:
+        start_ns = time.monotonic_ns()
+        self.inner.run(operation, body)
+        _note(self.log, operation, start_ns)
+
 
 class _TracedWork:
     def __init__(self, work: Work, log: EventLog, operation: Operation, start_ns: int) -> None:
@@ -31,9 +37,12 @@ class _TracedWork:
 
     def wait(self) -> None:
         self.work.wait()
-        operation = self.operation
-        ready_ns = self.start_ns if operation.ready_ns is None else operation.ready_ns
-        self.log.add(
-            "collective", name=operation.name, label=operation.label, bytes=operation.num_bytes,
-            ready=ready_ns, start=self.start_ns, end=time.monotonic_ns(),
-        )  # fmt: skip
+        _note(self.log, self.operation, self.start_ns)
+
+
+def _note(log: EventLog, operation: Operation, start_ns: int) -> None:
+    ready_ns = start_ns if operation.ready_ns is None else operation.ready_ns
+    log.add(
+        "collective", name=operation.name, label=operation.label, bytes=operation.num_bytes,
+        ready=ready_ns, start=start_ns, end=time.monotonic_ns(),
+    )  # fmt: skip

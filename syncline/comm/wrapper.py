@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from syncline.comm.communicator import Communicator, Operation, Work
 
 
@@ -18,6 +20,9 @@ class Wrapper(Communicator):
     @property
     def backend(self) -> Communicator:
         return self.inner.backend
+
+    def run(self, operation: Operation, body: Callable[[Communicator], None]) -> None:
+        self.inner.run(operation, body)
 
     def start(self, operation: Operation) -> Work:
         return self.inner.start(operation)

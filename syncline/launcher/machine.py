@@ -1,6 +1,23 @@
-"""What kinds of machine differ in."""
+"""What machines and C libraries differ in."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+
+_M_TRIM_THRESHOLD = -1  # as in malloc.h
+_M_MMAP_THRESHOLD = -3
 STRONG_MEMORY_ORDER = ("x86_64", "AMD64")
 """Processors on which other cores see writes in the order in which they were made."""
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory for the next step instead of giving it back to the system.
+
+    A step frees and allocates the same tens of megabytes each time, and by default every one of those pages is
+    unmapped, mapped and zeroed anew. Has no effect where the C library is not glibc.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 2**30)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

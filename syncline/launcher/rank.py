@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from syncline.errors import UsageError
 from syncline.launcher import watch
 from syncline.launcher.environment import LAUNCHER_VARIABLE, is_rank_variable, placement_from_environment
+from syncline.launcher.machine import keep_freed_memory
 from syncline.launcher.outcome import OutcomeFile
 from syncline.launcher.sending import pack, unpack
 
@@ -80,6 +81,7 @@ def _run(task: Task, rank: int) -> None:
     import torch
 
     torch.set_num_threads(task.threads)
+    keep_freed_memory()
     result = None
     try:
         function, args = unpack(task.payload)

@@ -55,10 +55,7 @@ class Bucketed(FlatSync):
 
     @property
     def scale_early(self) -> float | None:
-        # Dividing by a power of two is exact at any moment; by another number it is done once, on the sum.
-        world_size = self.communicator.world_size
-        exact = world_size & (world_size - 1) == 0 and world_size > 1
-        return 1 / world_size if exact and self._hook is None else None
+        return super().scale_early if self._hook is None else None
 
     def allocate(self, layout: Layout) -> dict[Group, Tensor]:
         return {

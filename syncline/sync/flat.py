@@ -67,8 +67,12 @@ class FlatSync(GradientSync):
 
     @property
     def scale_early(self) -> float | None:
-        """Factor applied while a gradient is copied into place, where the division is exact at that point."""
-        return None
+        """Factor applied while a gradient is copied into place, which costs nothing there.
+
+        Dividing by a power of two is exact at any moment; by another number it is done once, on the sum.
+        """
+        world_size = self.communicator.world_size
+        return 1 / world_size if world_size & (world_size - 1) == 0 else None
 
     # The contract.
 

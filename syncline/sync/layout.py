@@ -60,7 +60,11 @@ class Layout:
 
 
 def plan_layout(sizes: Sequence[Size], order: Sequence[int], *, cap_bytes: int, first_cap_bytes: int) -> Layout:
-    """Place parameters in `order`, and cut at the caps. The first bucket is small, so that sending starts early."""
+    """Place parameters in `order`, and cut at the caps.
+
+    The first bucket of a group is small, so that sending starts early; and so is the last, because it can only start
+    when backward is over, and all of it is waited for.
+    """
     slots: dict[int, Slot] = {}
     lengths: dict[Group, int] = {}
     buckets: list[Bucket] = []
@@ -85,6 +89,8 @@ def _cut(
     edges = [0]
     while edges[-1] < total:
         edges.append(min(total, edges[-1] + max(1, cap if len(edges) > 1 else min(first_cap, cap))))
+    if total - first_cap > edges[-2 if len(edges) > 1 else -1]:
+        edges.insert(-1, total - first_cap)
     buckets = []
     for start, stop in pairwise(edges):
         inside = [number for number in members if slots[number].start < stop and slots[number].stop > start]
