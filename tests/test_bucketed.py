@@ -643,6 +643,9 @@ class FailingSplit(Wrapper):
             raise CommunicationError("the cable is cut.", rank=self.rank)
         return super().start(operation)
 
+    def run(self, operation: Operation, body: Callable[[Communicator], None]) -> None:
+        body(self)
+
 
 @pytest.mark.parametrize("options", [{}, {"collective": "ring"}, {"overlap": False}, {"groups": 2}])
 @pytest.mark.parametrize("fail_at", [0, 3])

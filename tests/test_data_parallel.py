@@ -473,6 +473,7 @@ ACCEPTED = {
     "gradient_as_bucket_view": True,
     "static_graph": True,
     "broadcast_buffers": True,
+    "forward_sync_buffers": True,
     "device_ids": None,
     "bucket_cap_mb": 10,
     "process_group": None,

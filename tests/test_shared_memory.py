@@ -40,7 +40,7 @@ from syncline.resolve import choose_method
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 from syncline.sync.mean import mean_in_rank_order
-from syncline.sync.shared_memory import PIECE_BYTES, average_slice
+from syncline.sync.shared_memory import PIECE_BYTES, average_pieces, cut_slice
 
 
 def named_segments() -> set[str]:
@@ -84,13 +84,13 @@ def test_slices_together_are_the_mean_in_rank_order_to_the_bit(dtype: torch.dtyp
         row = [torch.randn(count, generator=stream).to(dtype) for _ in range(world_size)]
         expected = mean_in_rank_order(row)
         for rank in reversed(range(world_size)):
-            average_slice(row, rank)
+            average_pieces(cut_slice(row, rank), world_size)
         assert all(torch.equal(buffer, expected) for buffer in row)
 
 
 def test_rank_writes_its_own_slice_only() -> None:
     row = [torch.zeros(10), torch.full((10,), 2.0)]
-    average_slice(row, 1)
+    average_pieces(cut_slice(row, 1), 2)
     start, stop = chunk_bounds(10, 2)[1]
     assert row[0].tolist() == [1.0 if start <= index < stop else 0.0 for index in range(10)]
 

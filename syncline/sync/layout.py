@@ -89,7 +89,8 @@ def _cut(
     edges = [0]
     while edges[-1] < total:
         edges.append(min(total, edges[-1] + max(1, cap if len(edges) > 1 else min(first_cap, cap))))
-    if total - first_cap > edges[-2 if len(edges) > 1 else -1]:
+    first_cap = max(1, first_cap)
+    if len(edges) > 1 and total - first_cap > edges[-2]:
         edges.insert(-1, total - first_cap)
     buckets = []
     for start, stop in pairwise(edges):

@@ -133,6 +133,7 @@ class Loop:
 
     def _save(self, progress: Progress) -> None:
         if self.checkpoints is not None:
+            self.worker.log.flush(force=True)  # what a checkpoint holds, the log holds too
             with self.worker.log.span("checkpoint"):
                 checkpoint.save(self.checkpoints, self.worker, progress, self.communicator)
 
