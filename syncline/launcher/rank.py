@@ -30,7 +30,7 @@ class Terminal:
         self._received = received or {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_received, ({number: reduction.DupFd(number) for number in (1, 2) if _is_open(number)},))
+        return (_received, ({number: reduction.DupFd(number) for number in (1, 2) if is_open(number)},))
 
     def settle(self, *, adopt: bool) -> None:
         """Put the received descriptors in place of this process's own, or drop them."""
@@ -119,7 +119,7 @@ def _received(descriptors: dict[int, Any]) -> Terminal:
     return Terminal({own: descriptor.detach() for own, descriptor in descriptors.items()})
 
 
-def _is_open(number: int) -> bool:
+def is_open(number: int) -> bool:
     try:
         os.fstat(number)
     except OSError:

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from syncline.launcher import watch
+from syncline.launcher.rank import is_open
 from syncline.launcher.verdict import Ending
 
 STOP_SECONDS = 5.0
@@ -185,16 +186,8 @@ def take_output(log_dir: Path, rank: int, terminal: Path) -> None:
 
 def give_output(connection: socket.socket) -> None:
     """The launcher's side of `take_output`."""
-    numbers = [number for number in (1, 2) if _is_open(number)]
+    numbers = [number for number in (1, 2) if is_open(number)]
     socket.send_fds(connection, [bytes(numbers) or b"\0"], numbers)
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
 
 
 def _end_with(supervisor: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class GradientSync(ABC):
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
+        self._paused = False
+        self._hooks: list[RemovableHandle] = []
 
     @abstractmethod
     def attach(self, model: nn.Module) -> nn.Module:
@@ -42,9 +44,14 @@ class GradientSync(ABC):
     def finish(self) -> None:
         """Return when every .grad holds the mean over ranks. Idempotent until the next backward. Collective."""
 
-    @abstractmethod
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Inside, backward accumulates locally and nothing is sent; the next finish outside sends the sum."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def finish_without_gradients(self) -> None:
         """Take part in the others' finish with zeros: this rank has no batch left. Collective."""
@@ -54,9 +61,11 @@ class GradientSync(ABC):
         """Let one of torch's communication hooks average the buckets."""
         raise PlanError(f"method {type(self).__name__} has no buckets for a communication hook.")
 
-    @abstractmethod
     def detach(self) -> None:
         """Remove what attach put on the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def state(self) -> dict[str, Any]:
         """What decides the order of summation; part of a checkpoint."""
@@ -76,9 +85,7 @@ class AfterBackward(GradientSync):
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator)
         self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._hooks: list[RemovableHandle] = []
         self._ready_ns: dict[str, int] = {}
-        self._paused = False
 
     @abstractmethod
     def average(self, name: str, gradient: Tensor, ready_ns: int) -> None:
@@ -104,14 +111,6 @@ class AfterBackward(GradientSync):
                 self.average(name, parameter.grad, self._ready_ns.get(name, time.monotonic_ns()))
         self._ready_ns.clear()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
     def finish_without_gradients(self) -> None:
         for name, parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -119,9 +118,7 @@ class AfterBackward(GradientSync):
         self.finish()
 
     def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        super().detach()
         self._ready_ns.clear()
 
     def _mark(self, name: str) -> Callable[[Tensor], None]:

@@ -7,7 +7,8 @@ DDP looks at the hook's annotations as objects, so this file does not postpone t
 """
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -58,10 +59,11 @@ class DDP(GradientSync):
     def finish(self) -> None:
         """DDP ends its transfers inside backward."""
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         assert self._module is not None, "attach a model first"
-        context: AbstractContextManager[None] = self._module.no_sync()
-        return context
+        with self._module.no_sync():
+            yield
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         assert self._module is not None, "attach a model first"

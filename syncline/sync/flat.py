@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import ContractError, SynclineError
@@ -45,8 +43,6 @@ class FlatSync(GradientSync):
         self._unused = unused
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
-        self._hooks: list[RemovableHandle] = []
-        self._paused = False
         self._under_way = False
         self._idle = False
         self.layout = Layout((), (), {})
@@ -112,18 +108,8 @@ class FlatSync(GradientSync):
         finally:
             self._idle = False
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
-
     def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        super().detach()
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()  # the buffer may go away

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 from torch import nn
 
 from syncline.sync.base import GradientSync
@@ -17,10 +15,4 @@ class Single(GradientSync):
         pass
 
     def finish_without_gradients(self) -> None:
-        pass
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def detach(self) -> None:
         pass
