@@ -207,7 +207,6 @@ def quick_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall, "STALLED_AFTER_S", 0.1)
     monkeypatch.setattr(stall, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(checked, "SURE_AFTER_S", 0.3)
-    monkeypatch.setattr(checked, "POLL", timedelta(seconds=0.05))
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)

@@ -17,9 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-
-import torch.distributed as dist
 
 from syncline.comm.communicator import PAIRWISE, Communicator, Operation, Work
 from syncline.comm.stall import Place, Stall, StallBoard
@@ -27,7 +24,8 @@ from syncline.comm.wrapper import Wrapper
 from syncline.errors import CommunicationError, ContractError, DeadlineError
 from syncline.spans import EventLog
 
-POLL = timedelta(seconds=0.5)
+SHORTEST_PAUSE_S = 0.0002
+LONGEST_PAUSE_S = 0.1
 SURE_AFTER_S = 2.0
 """A stall seen elsewhere counts only if it lasts: a rank that was just freed may not have said so yet."""
 
@@ -144,17 +142,23 @@ class Checked(Wrapper):
         found: dict[int, str] = {}
         suspects: dict[int, tuple[Stall, float]] = {}
         end = time.monotonic() + self.deadline_s
-        while missing := [rank for rank in ranks if rank not in found]:
+        pause_s = SHORTEST_PAUSE_S
+        # Asked again and again, because a wait on the store that times out makes torch print a warning.
+        while missing := [rank for rank in ranks if not self._has_answered(rank, place, found)]:
             for rank in missing:
-                try:
-                    self.store.wait([_key(place, rank)], POLL)
-                    found[rank] = self.store.get(_key(place, rank)).decode()
-                except dist.DistStoreError:
-                    self._suspect(rank, place, suspects, found)
+                self._suspect(rank, place, suspects, found)
             still_missing = [rank for rank in missing if rank not in found]
             if still_missing and time.monotonic() > end:
                 raise self._overdue(operation, place, still_missing)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         return found
+
+    def _has_answered(self, rank: int, place: Place, found: dict[int, str]) -> bool:
+        key = _key(place, rank)
+        if rank not in found and self.store.check([key]):
+            found[rank] = self.store.get(key).decode()
+        return rank in found
 
     def _suspect(
         self, rank: int, place: Place, suspects: dict[int, tuple[Stall, float]], found: dict[int, str]
