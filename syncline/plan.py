@@ -10,7 +10,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -58,6 +58,9 @@ DATA = {
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+Form = TypeVar("Form", bound=Section)
 
 
 class Optimizer(Section):
@@ -228,11 +231,15 @@ def load_plan(path: Path | None, overrides: Mapping[str, Any]) -> Plan:
 
 
 def parse_plan(values: Mapping[str, Any]) -> Plan:
+    return checked(Plan, values, "the plan")
+
+
+def checked(form: type[Form], values: Mapping[str, Any], what: str) -> Form:
+    """The values as a Section. What is wrong is said in words of the file that a user wrote."""
     try:
-        return Plan.model_validate(values)
+        return form.model_validate(values)
     except ValidationError as error:
-        problems = [_explain(problem) for problem in error.errors()]
-        raise PlanError(" ".join(problems)) from None
+        raise PlanError(" ".join(_explain(problem, form, what) for problem in error.errors())) from None
 
 
 def _merge(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -246,10 +253,10 @@ def _merge(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _explain(problem: ErrorDetails) -> str:
+def _explain(problem: ErrorDetails, form: type[BaseModel], what: str) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r} in the plan. {_nearest(key, _keys_beside(problem['loc']))}"
+        return f"unknown key {key!r} in {what}. {_nearest(key, _keys_beside(form, problem['loc']))}"
     if problem["type"] == "literal_error":
         allowed = [word.strip("' ") for word in problem["ctx"]["expected"].replace(" or ", ",").split(",")]
         return f"{key}: {_not_one_of(str(problem['input']), allowed)}"
@@ -271,12 +278,17 @@ def _nearest(word: str, allowed: Iterable[str]) -> str:
     return f"{question}Allowed: {', '.join(allowed)}."
 
 
-def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
+def _keys_beside(form: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
     """The keys that would have been right where an unknown one stands."""
-    section: type[BaseModel] = Plan
+    section = form
     for part in location[:-1]:
-        annotation = section.model_fields[str(part)].annotation
-        assert isinstance(annotation, type)
-        section = annotation
+        if isinstance(part, str):
+            section = _section_of(section.model_fields[part].annotation)
     prefix = "".join(f"{part}." for part in location[:-1])
     return [prefix + name for name in section.model_fields]
+
+
+def _section_of(annotation: Any) -> type[BaseModel]:
+    """The section in `Section`, `list[Section]` or `Section | None`."""
+    found = annotation if isinstance(annotation, type) and not get_args(annotation) else None
+    return found or next(_section_of(inner) for inner in get_args(annotation) if inner is not type(None))
