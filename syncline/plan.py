@@ -55,6 +55,21 @@ DATA = {
     "synthetic": "a made-up 10-class set of CIFAR-10's shape that can be learnt",
 }
 
+RECIPES: dict[str, dict[str, Any]] = {
+    "course": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
+    "fast": {
+        "learning_rate": 0.04, "linear_scaling": True, "schedule": "one-cycle", "peak_at": 0.25,
+        "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "decay_all": False,
+        "label_smoothing": 0.1, "init": "kaiming-fan-out",
+    },
+    "large-batch": {
+        "learning_rate": 0.02, "linear_scaling": True, "schedule": "cosine", "warmup": "gradual",
+        "warmup_epochs": 2.0, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "decay_all": False,
+        "label_smoothing": 0.1, "init": "kaiming-fan-out",
+    },
+}  # fmt: skip
+"""Optimiser settings by name; what a recipe does not say is as in Optimizer. docs/recipes.md says why each."""
+
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -64,12 +79,40 @@ Form = TypeVar("Form", bound=Section)
 
 
 class Optimizer(Section):
+    """SGD and all around it. A key that is given counts; the others are the recipe's."""
+
     learning_rate: float = Field(0.1, gt=0)
-    """Step size of SGD."""
+    """Highest step size; with linear_scaling, the one for a global batch of 256."""
+    linear_scaling: bool = False
+    """Multiply the rate by global batch / 256."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Share of the last update that is kept."""
+    nesterov: bool = False
+    """Look ahead along the momentum."""
     weight_decay: float = Field(1e-4, ge=0)
-    """L2 penalty on every parameter."""
+    """L2 penalty."""
+    decay_all: bool = True
+    """Weight decay on every parameter; if false, not on biases and norms (parameters of one dimension)."""
+    schedule: Literal["constant", "cosine", "one-cycle"] = "constant"
+    """How the rate goes from step to step: level, down to 0 as a half cosine, or up and down."""
+    peak_at: float = Field(0.25, gt=0, lt=1)
+    """Share of the steps at which one-cycle is highest."""
+    warmup: Literal["none", "gradual", "constant"] = "none"
+    """The first epochs: at once at the scaled rate, a ramp from the rate of batch 256 to it, or at that of 256."""
+    warmup_epochs: float = Field(5.0, gt=0)
+    """How long the warm-up lasts."""
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of each label that is spread over all classes."""
+    init: Literal["torch", "kaiming-fan-out"] = "torch"
+    """First weights: as torch's layers make them, or normal with variance 2 / fan-out for convolutions."""
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        if self.schedule == "one-cycle" and self.warmup != "none":
+            raise ValueError("schedule one-cycle rises by itself: leave warmup at none.")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("nesterov needs momentum: set momentum above 0.")
+        return self
 
 
 class Options(Section):
@@ -121,8 +164,8 @@ class Plan(Section):
     """Steps to train. Give this or epochs, not both."""
     epochs: int | None = Field(None, ge=1)
     """Passes over the training set; 1 if neither is given."""
-    recipe: Literal["course"] = "course"
-    """Optimiser and schedule by name: SGD at a constant rate."""
+    recipe: Literal["course", "fast", "large-batch"] = "course"
+    """Optimiser settings by name: constant rate, one-cycle, or scaled rate with warm-up; see docs/recipes.md."""
     optimizer: Optimizer = Optimizer()
     seed: int = Field(5000, ge=0, lt=2**63)
     """Start of all randomness: weights, order of samples, augmentation."""
@@ -167,6 +210,9 @@ class Plan(Section):
             filled.setdefault("workers", 1)
         if "steps" not in filled:
             filled.setdefault("epochs", 1)
+        optimizer, recipe = filled.get("optimizer", {}), filled.get("recipe", "course")
+        if isinstance(optimizer, Mapping) and recipe in RECIPES:
+            filled["optimizer"] = {**RECIPES[recipe], **optimizer}
         filled.setdefault("backend", "nccl" if filled.get("device") == "cuda" else "gloo")
         return filled
 
@@ -199,8 +245,11 @@ class Plan(Section):
         return self
 
     def replace(self, **changes: Any) -> Plan:
-        """A new, checked plan with some keys changed."""
-        return parse_plan({**self.model_dump(exclude_none=True), **changes})
+        """A new, checked plan with some keys changed. Another recipe brings its own optimiser settings."""
+        kept = self.model_dump(exclude_none=True)
+        if changes.get("recipe", self.recipe) != self.recipe:
+            del kept["optimizer"]
+        return parse_plan({**kept, **changes})
 
     def options_for(self, method: str) -> dict[str, Any]:
         """The options that this method takes, for comparisons of several methods under one plan."""

@@ -120,7 +120,8 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
     torch.manual_seed(_rank_seed(plan.seed, rank.number))
     rank.log.method = plan.method
     sync = make_sync(plan.method, rank.communicator, log=rank.log, **plan.options_for(plan.method))
-    worker = Worker(model, sync.attach(model), sync, make_optimizer(plan, model), batches, rank.log)
+    optimizer, smoothing = make_optimizer(plan, model), plan.optimizer.label_smoothing
+    worker = Worker(model, sync.attach(model), sync, optimizer, batches, rank.log, smoothing)
     sharding = Sharding(num_train, plan.global_batch, plan.seed, rank.number, plan.workers)
     with Display(rank=rank.number, quiet=quiet) as display:
         loop = Loop(plan, worker, sharding, rank.communicator, display, run.checkpoints)

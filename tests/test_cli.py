@@ -23,7 +23,17 @@ from syncline.plan import METHODS, parse_plan
 VERBS = {
     "train": [
         *("--model", "--data", "--data-dir", "--method", "--workers", "--threads", "--global-batch", "--steps"),
-        *("--epochs", "--seed", "--set", "--eval-per-rank", "--run-dir", "--resume", "--port", "--print-plan"),
+        *(
+            "--epochs",
+            "--recipe",
+            "--seed",
+            "--set",
+            "--eval-per-rank",
+            "--run-dir",
+            "--resume",
+            "--port",
+            "--print-plan",
+        ),
         *("--json", "--help"),
     ],
     "compare": [

@@ -25,6 +25,7 @@ def train(
     global_batch: options.GlobalBatch = None,
     steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training set; default 1.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Optimiser settings: course, fast or large-batch.")] = None,
     seed: options.Seed = None,
     settings: options.Settings = None,
     eval_per_rank: Annotated[
@@ -40,7 +41,7 @@ def train(
     flags = {
         "model": model, "data": data, "data_dir": str(data_dir) if data_dir else None, "method": method,
         "workers": workers, "threads": threads, "global_batch": global_batch, "steps": steps, "epochs": epochs,
-        "seed": seed, "eval_per_rank": eval_per_rank, **options.parse_settings(settings),
+        "recipe": recipe, "seed": seed, "eval_per_rank": eval_per_rank, **options.parse_settings(settings),
     }  # fmt: skip
     if resume:
         if run_dir is not None or any(value is not None for value in flags.values()):

@@ -18,7 +18,7 @@ from syncline.sync import make_sync
 from syncline.train.batches import Batches
 from syncline.train.loop import Observer
 from syncline.train.step import Worker, train_step
-from syncline.workload.recipes import make_model, make_optimizer
+from syncline.workload.recipes import learning_rate, make_model, make_optimizer, set_learning_rate
 from syncline.workload.sharding import Shard, Sharding
 
 CONTROL = "ddp"
@@ -88,7 +88,8 @@ class Comparison:
             return None
         model = make_model(self.plan, self.device)
         sync = make_sync(entry.method, self.communicator, log=self.log, **self.plan.options_for(entry.method))
-        return Worker(model, sync.attach(model), sync, make_optimizer(self.plan, model), self.batches, self.log)
+        optimizer, smoothing = make_optimizer(self.plan, model), self.plan.optimizer.label_smoothing
+        return Worker(model, sync.attach(model), sync, optimizer, self.batches, self.log, smoothing)
 
     def _take_turn(self, entry: Contender, worker: Worker | None, round_index: int) -> None:
         shard = self._shard(entry, round_index)
@@ -96,12 +97,18 @@ class Comparison:
         self._meet()
         start_ns = time.monotonic_ns()
         if worker is not None:
+            set_learning_rate(worker.optimizer, self._learning_rate(round_index))
             result = train_step(worker, shard)
             entry.loss_sum, entry.num_samples = result.loss * result.num_samples, result.num_samples
         end_ns = time.monotonic_ns()
         entry.seconds.append((end_ns - start_ns) / 1e9)
         self.log.add("step", start=start_ns, end=end_ns)
         self.log.flush()
+
+    def _learning_rate(self, round_index: int) -> float:
+        sharding = Sharding(self.num_train, self.plan.global_batch, self.plan.seed, 0, 1)
+        lengths = (self.rounds, self.plan.global_batch, sharding.steps_per_epoch)
+        return learning_rate(self.plan.optimizer, round_index, *lengths)
 
     def _shard(self, entry: Contender, round_index: int) -> Shard:
         rank, world_size = (0, 1) if entry.alone else (self.communicator.rank, self.communicator.world_size)

@@ -15,6 +15,7 @@ from syncline.train import checkpoint
 from syncline.train.checkpoint import Progress
 from syncline.train.evaluate import evaluate, evaluate_per_rank
 from syncline.train.step import StepResult, Worker, discarded_backward, train_step
+from syncline.workload.recipes import learning_rate, set_learning_rate
 from syncline.workload.sharding import Sharding
 
 
@@ -42,6 +43,11 @@ class Loop:
     def total_steps(self) -> int:
         return self.plan.steps or (self.plan.epochs or 1) * self.sharding.steps_per_epoch
 
+    def learning_rate(self, step: int) -> float:
+        """From the step's number alone, so that a run which goes on takes the rates it would have taken."""
+        lengths = (self.total_steps, self.plan.global_batch, self.sharding.steps_per_epoch)
+        return learning_rate(self.plan.optimizer, step, *lengths)
+
     def run(self, *, resume: bool = False) -> tuple[Progress, list[float]]:
         """Train to the end of the plan. Returns how far it came and each step's seconds on the slowest rank."""
         progress = Progress()
@@ -57,14 +63,16 @@ class Loop:
     def _run_epoch(self, progress: Progress, seconds: list[float]) -> None:
         for shard in self.sharding.epoch(progress.epoch, progress.step_in_epoch):
             self.worker.log.step = progress.step
+            rate = self.learning_rate(progress.step)
+            set_learning_rate(self.worker.optimizer, rate)
             start_ns = time.monotonic_ns()
             result = train_step(self.worker, shard)
             end_ns = time.monotonic_ns()
-            self._note(progress, result, start_ns, end_ns)
+            self._note(progress, result, start_ns, end_ns, rate)
             seconds.append((end_ns - start_ns) / 1e9)
             self.observer.step(progress.step, self.total_steps, result.loss, shard.num_global / seconds[-1])
             if progress.step % self.plan.log_every == 0:
-                self._loss_line(progress, result)
+                self._loss_line(progress, result, rate)
             ended = progress.step == self.total_steps
             every = self.plan.checkpoint.every
             if every and progress.step % every == 0 and not ended and not self._epoch_ended(progress):
@@ -76,9 +84,9 @@ class Loop:
     def _epoch_ended(self, progress: Progress) -> bool:
         return progress.step_in_epoch == self.sharding.steps_per_epoch
 
-    def _note(self, progress: Progress, result: StepResult, start_ns: int, end_ns: int) -> None:
+    def _note(self, progress: Progress, result: StepResult, start_ns: int, end_ns: int, rate: float) -> None:
         log = self.worker.log
-        log.add("step", start=start_ns, end=end_ns)
+        log.add("step", start=start_ns, end=end_ns, learning_rate=rate)
         log.add("loss", value=result.loss, samples=result.num_samples)
         log.flush()
         progress.step += 1
@@ -87,14 +95,16 @@ class Loop:
         progress.num_correct += result.num_correct
         progress.num_samples += result.num_samples
 
-    def _loss_line(self, progress: Progress, result: StepResult) -> None:
+    def _loss_line(self, progress: Progress, result: StepResult, rate: float) -> None:
         """The loss over the global batch of this step, and each rank's own."""
         own = torch.tensor([result.loss * result.num_samples, result.num_samples], dtype=torch.float64)
         parts = self._all_gather("loss line", own)
         loss = sum(float(part[0]) for part in parts) / sum(float(part[1]) for part in parts)
         by_rank = [float(part[0] / part[1]) if part[1] else None for part in parts]
-        progress.loss_lines.append({"step": progress.step, "loss": loss, "by_rank": by_rank})
-        self.observer.line(f"epoch {progress.epoch}  step {progress.step:>5}/{self.total_steps}  loss {loss:.4f}")
+        line = {"step": progress.step, "loss": loss, "by_rank": by_rank, "learning_rate": rate}
+        progress.loss_lines.append(line)
+        step = f"step {progress.step:>5}/{self.total_steps}"
+        self.observer.line(f"epoch {progress.epoch}  {step}  loss {loss:.4f}  rate {rate:.4g}")
 
     def _end_epoch(self, progress: Progress) -> None:
         """Totals of the epoch over all ranks, then evaluation, then a checkpoint."""

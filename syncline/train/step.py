@@ -33,6 +33,7 @@ class Worker:
     optimizer: torch.optim.Optimizer
     batches: Batches
     log: EventLog
+    label_smoothing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def gradient_step(worker: Worker, shard: Shard) -> StepResult:
     with buffers_kept(worker.model, when=empty):
         with span("forward"):
             logits = worker.module(images)
-            loss = cross_entropy(logits, labels)
+            loss = cross_entropy(logits, labels, label_smoothing=worker.label_smoothing)
 
         # The weight makes the average over ranks the mean over the global batch, also where shards are uneven.
         with span("backward"):
