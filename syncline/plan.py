@@ -137,6 +137,8 @@ class Measure(Section):
     """Steps at the start that no figure counts."""
     window: int | None = Field(None, ge=1)
     """Steps after the warm-up that the average counts; all of them if absent."""
+    calibration: int = Field(3, ge=0)
+    """Steps without synchronisation before the run: the bare compute time. They leave no trace; 0 for none."""
 
 
 class Checkpoint(Section):
@@ -179,6 +181,8 @@ class Plan(Section):
     """Measure loss and accuracy on the test set after each epoch."""
     eval_per_rank: bool = False
     """Also show what each rank's own batch-norm statistics give."""
+    compute: str = "real"
+    """Who computes: real, or times that are slept: replay:RUN (recorded), sleep:FILE (stated by hand)."""
     log_every: int = Field(20, ge=1)
     """Steps between loss lines."""
     deadline_s: float = Field(120.0, gt=0)
@@ -198,6 +202,14 @@ class Plan(Section):
     def _model_is_known(cls, value: str) -> str:
         if value not in MODELS and ":" not in value:
             raise ValueError(f"{_not_one_of(value, MODELS)} Or give your own as module:callable.")
+        return value
+
+    @field_validator("compute")
+    @classmethod
+    def _compute_is_known(cls, value: str) -> str:
+        kind, _, path = value.partition(":")
+        if value != "real" and (kind not in ("replay", "sleep") or not path):
+            raise ValueError(f"{value!r} is not known. Allowed: real, replay:RUN, sleep:FILE.")
         return value
 
     @model_validator(mode="before")
@@ -242,7 +254,33 @@ class Plan(Section):
             raise ValueError("backend nccl needs device cuda: take gloo, or device cuda.")
         if self.method == "mpi" and self.device != "cpu":
             raise ValueError("method mpi sends from the memory of the CPU: take device cpu, or another method.")
+        self._nothing_is_learnt_in_replay()
         return self
+
+    def _nothing_is_learnt_in_replay(self) -> None:
+        if not self.replayed:
+            return
+        for key, given in (("checkpoint.every", self.checkpoint.every), ("eval_per_rank", self.eval_per_rank)):
+            if given:
+                raise ValueError(
+                    f"{key} makes no sense with compute {self.compute!r}, which learns nothing: drop it."
+                )
+        if self.device != "cpu":
+            raise ValueError("replayed compute sleeps on the cpu: take device cpu.")
+
+    @property
+    def replayed(self) -> bool:
+        """True if times are slept instead of computed: loss, accuracy and weights mean nothing then."""
+        return self.compute != "real"
+
+    @property
+    def compute_note(self) -> str:
+        """For people, beside every result: 'real', 'replayed from RUN' or 'stated in FILE'."""
+        if not self.replayed:
+            return self.compute
+        kind, path = compute_source(self.compute)
+        name = f"{path.parent.name}/{path.name}" if path.name == "compute.json" else path.name
+        return f"replayed from {name}" if kind == "replay" else f"stated in {name}"
 
     def replace(self, **changes: Any) -> Plan:
         """A new, checked plan with some keys changed. Another recipe brings its own optimiser settings."""
@@ -258,6 +296,12 @@ class Plan(Section):
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def compute_source(compute: str) -> tuple[str, Path]:
+    """'replay:runs/x' -> ('replay', Path('runs/x'))."""
+    kind, _, path = compute.partition(":")
+    return kind, Path(path).expanduser()
 
 
 def load_plan(path: Path | None, overrides: Mapping[str, Any]) -> Plan:

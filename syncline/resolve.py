@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
+from typing import Any
 
+from syncline.errors import PlanError
 from syncline.launcher.local import default_threads
 from syncline.launcher.machine import STRONG_MEMORY_ORDER
-from syncline.plan import Plan
+from syncline.plan import Plan, compute_source
+from syncline.units import format_bytes, format_seconds
 from syncline.workload.images import Progress
+from syncline.workload.recorded import load_times
 from syncline.workload.sources import check_images, choose_images
 
 
@@ -16,15 +20,41 @@ def resolve(
     plan: Plan, *, ranks_per_host: int, num_hosts: int = 1, progress: Progress | None = None
 ) -> tuple[Plan, str]:
     """The plan with nothing left to choose, and a sentence on what was chosen. Fetches data and checks every byte."""
-    choice = choose_images(plan.data, Path(plan.data_dir) if plan.data_dir else None, progress=progress)
-    sentence = check_images(choice)
-    changes = {"data": choice.name, "threads": plan.threads or default_threads(ranks_per_host)}
-    if choice.folder is not None:
-        changes["data_dir"] = str(choice.folder)
+    if plan.replayed:
+        changes, sentence = _replayed(plan)
+    else:
+        choice = choose_images(plan.data, Path(plan.data_dir) if plan.data_dir else None, progress=progress)
+        sentence = check_images(choice)
+        changes = {"data": choice.name, "threads": plan.threads or default_threads(ranks_per_host)}
+        if choice.folder is not None:
+            changes["data_dir"] = str(choice.folder)
     if plan.method == "auto":
         changes["method"], why = choose_method(device=plan.device, workers=plan.workers, num_hosts=num_hosts)
         sentence += f" Method {changes['method']}: {why}."
     return plan.replace(**changes), sentence
+
+
+def _replayed(plan: Plan) -> tuple[dict[str, Any], str]:
+    """No data is needed and nothing is learnt. What was recorded decides the model and the batch of each worker."""
+    times = load_times(plan.compute)
+    kind, path = compute_source(plan.compute)
+    changes: dict[str, Any] = {"compute": f"{kind}:{path.resolve()}", "data": "synthetic", "data_dir": None}
+    changes |= {"threads": 1, "evaluate": False, "model": times.model or plan.model}
+    changes["measure"] = {**plan.measure.model_dump(exclude_none=True), "calibration": 0}
+    if times.samples is not None:
+        batch = times.samples * plan.workers
+        if "global_batch" in plan.model_fields_set and plan.global_batch != batch:
+            raise PlanError(
+                f"global_batch is {plan.global_batch}, but the recorded times are of {times.samples} samples per "
+                f"worker, which is {batch} on {plan.workers}.",
+                action="Leave global_batch out, or record a run with the batch that you want.",
+            )
+        changes["global_batch"] = batch
+    sentence = (
+        f"Compute is {plan.compute_note}: {format_seconds(times.step_s)} a step, {len(times.backward)} gradients of "
+        f"{format_bytes(times.gradient_bytes)} together; they really travel, but nothing is learnt."
+    )
+    return changes, sentence
 
 
 def choose_method(*, device: str, workers: int, num_hosts: int) -> tuple[str, str]:

@@ -43,8 +43,10 @@ from syncline.sync.bucketed import WIRE_DTYPES
 from syncline.train.batches import Batches
 from syncline.train.checkpoint import Progress
 from syncline.train.loop import Loop
+from syncline.train.replay import ReplayedBatches
 from syncline.train.step import Worker
 from syncline.workload.recipes import make_model, make_optimizer
+from syncline.workload.recorded import load_times
 from syncline.workload.sharding import Sharding
 from syncline.workload.sources import load_images
 
@@ -124,7 +126,8 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
     worker = Worker(model, sync.attach(model), sync, optimizer, batches, rank.log, smoothing)
     sharding = Sharding(num_train, plan.global_batch, plan.seed, rank.number, plan.workers)
     with Display(rank=rank.number, quiet=quiet) as display:
-        loop = Loop(plan, worker, sharding, rank.communicator, display, run.checkpoints)
+        checkpoints = None if plan.replayed else run.checkpoints
+        loop = Loop(plan, worker, sharding, rank.communicator, display, checkpoints)
         progress, seconds = loop.run(resume=resume)
     summary = _summary(plan, source, model, progress, seconds)
     if rank.number != 0:
@@ -147,6 +150,7 @@ def _summary(
         "method": plan.method,
         "workers": plan.workers,
         "threads": plan.threads,
+        "compute": plan.compute_note,
         "data": source,
         "steps": progress.step,
         "timed_steps": len(seconds),
@@ -154,7 +158,7 @@ def _summary(
         "images_per_s": plan.global_batch / measured.median_s if measured else None,
         "losses": progress.loss_lines,
         "epochs": progress.epochs,
-        "weights_sha256": _digest(model),
+        "weights_sha256": None if plan.replayed else _digest(model),
     }
 
 
@@ -168,6 +172,9 @@ def _digest(model: torch.nn.Module) -> str:
 
 def _batches(rank: Rank) -> tuple[Batches, int, str]:
     plan = rank.plan
+    if plan.replayed:
+        times = load_times(plan.compute)
+        return ReplayedBatches(times.data_s), times.num_train, plan.compute_note
     images = load_images(plan.data, Path(plan.data_dir) if plan.data_dir else None)
     batches = Batches(images, seed=plan.seed, device=rank.device, channels_last=plan.channels_last)
     return batches, len(images.train_labels), images.source
@@ -248,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SynclineError as error:
         print(f"syncline: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    if summary is not None:
+    if summary is not None and summary["weights_sha256"]:
         print(f"weights {summary['weights_sha256']}")
     return 0
 

@@ -27,6 +27,7 @@ VERBS = {
             "--epochs",
             "--recipe",
             "--seed",
+            "--compute",
             "--set",
             "--eval-per-rank",
             "--run-dir",
@@ -38,7 +39,7 @@ VERBS = {
     ],
     "compare": [
         *("--methods", "--model", "--data", "--data-dir", "--workers", "--threads", "--global-batch", "--steps"),
-        *("--warmup", "--seed", "--set", "--run-dir", "--port", "--json", "--help"),
+        *("--warmup", "--seed", "--compute", "--set", "--run-dir", "--port", "--json", "--help"),
     ],
     "verify": [
         *("--workers", "--methods", "--models", "--transfer-dtype", "--threads", "--seed", "--port", "--json"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,7 @@ def compare(
     steps: Annotated[int, typer.Option(help="Timed steps of each method.")] = 10,
     warmup: Annotated[int, typer.Option(help="Steps of each method before the timed ones.")] = 2,
     seed: options.Seed = None,
+    compute: options.Compute = None,
     settings: options.Settings = None,
     run_dir: options.RunDir = None,
     port: options.Port = 0,
@@ -43,15 +45,19 @@ def compare(
     flags = {
         "model": model, "data": data, "data_dir": str(data_dir) if data_dir else None, "workers": workers,
         "threads": threads, "global_batch": global_batch, "steps": steps, "measure.warmup": warmup, "seed": seed,
+        "compute": compute,
         "method": next((name for name in names if name != "single"), "single"), **options.parse_settings(settings),
     }  # fmt: skip
-    chosen = options.resolved(load_plan(plan, flags), quiet=as_json)
+    given = load_plan(plan, flags)
+    names = _without_single(names) if given.replayed else names
+    chosen = options.resolved(given, quiet=as_json)
     run = create_run(run_dir, kind="compare", plan=chosen, label=str(chosen.workers))
     with options.running(run):
         from syncline import worker
 
         rows = options.on_ranks(worker.compare, (chosen, run, names, as_json), chosen, run.logs, port)
-        summary = {"workers": chosen.workers, "global_batch": chosen.global_batch, "rows": rows}
+        summary: dict[str, Any] = {"workers": chosen.workers, "compute": chosen.compute_note}
+        summary |= {"global_batch": chosen.global_batch, "rows": rows}
         run.write_summary(summary)
     if as_json:
         options.print_json({"run": str(run.path), **summary})
@@ -80,7 +86,23 @@ def method_names(text: str) -> list[str]:
     )
 
 
+def _without_single(names: list[str]) -> list[str]:
+    """One worker on the whole batch has no recorded times: those are of a worker's share."""
+    others = [name for name in names if name != "single"]
+    if not others:
+        raise PlanError(
+            "replayed times are those of one worker's share, so single has none for the whole batch.",
+            action="Take other methods, or `syncline train --method single` for one worker on its share.",
+        )
+    if len(others) < len(names):
+        print("single is left out: replayed times are those of one worker's share.", file=sys.stderr)
+    return others
+
+
 def _show(plan: Plan, rows: list[dict[str, Any]], run: str) -> None:
-    title = f"{plan.model} on {plan.data}, global batch {plan.global_batch}, {plan.workers} workers"
+    workload = f"{plan.model} on {plan.data}"
+    if plan.replayed:
+        workload = f"compute {plan.compute_note}"
+    title = f"{workload}, global batch {plan.global_batch}, {plan.workers} workers"
     comparison_table(rows, title=title, steps=plan.steps or 0, warmup=plan.measure.warmup)
     print(f"run folder {run}; next: syncline verify --workers {plan.workers}")

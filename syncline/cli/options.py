@@ -29,6 +29,10 @@ Seed = Annotated[int | None, typer.Option(help="Start of all randomness.")]
 RunDir = Annotated[Path | None, typer.Option(help="Where the run is written; default runs/DATE-….")]
 Port = Annotated[int, typer.Option(help="Port on which ranks meet; 0 takes a free one.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
+Compute = Annotated[
+    str | None,
+    typer.Option(help="real; replay:RUN sleeps the compute times recorded there; sleep:FILE those stated in a file."),
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Any plan key, as KEY=VALUE; e.g. optimizer.learning_rate=0.05.")
 ]
@@ -61,7 +65,7 @@ def resolved(plan: Plan, *, quiet: bool) -> Plan:
     if not quiet:
         print(sentence)
     warning = oversubscription(plan.workers, plan.threads or 1)
-    if warning:
+    if warning and not plan.replayed:
         print(warning, file=sys.stderr)
     return plan
 

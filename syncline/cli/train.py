@@ -27,6 +27,7 @@ def train(
     epochs: Annotated[int | None, typer.Option(help="Passes over the training set; default 1.")] = None,
     recipe: Annotated[str | None, typer.Option(help="Optimiser settings: course, fast or large-batch.")] = None,
     seed: options.Seed = None,
+    compute: options.Compute = None,
     settings: options.Settings = None,
     eval_per_rank: Annotated[
         bool | None, typer.Option("--eval-per-rank", help="Also test with each rank's own batch-norm statistics.")
@@ -41,12 +42,15 @@ def train(
     flags = {
         "model": model, "data": data, "data_dir": str(data_dir) if data_dir else None, "method": method,
         "workers": workers, "threads": threads, "global_batch": global_batch, "steps": steps, "epochs": epochs,
-        "recipe": recipe, "seed": seed, "eval_per_rank": eval_per_rank, **options.parse_settings(settings),
+        "recipe": recipe, "seed": seed, "compute": compute, "eval_per_rank": eval_per_rank,
+        **options.parse_settings(settings),
     }  # fmt: skip
     if resume:
         if run_dir is not None or any(value is not None for value in flags.values()):
             raise RunFolderError("--resume continues a run as it was planned: give no other plan flags with it.")
         run = resumable_run(plan)
+        if run.plan().replayed:
+            raise RunFolderError(f"{run.path} is a replayed run: it keeps no checkpoints.", action="Start a new run.")
         chosen = options.resolved(run.plan(), quiet=True)
     else:
         chosen = options.resolved(load_plan(plan, flags), quiet=as_json or print_plan)
@@ -61,7 +65,8 @@ def train(
 def _run(run: RunFolder, plan: Plan, *, resume: bool, port: int, quiet: bool) -> dict[str, Any]:
     if not quiet:
         threads = "1 thread" if plan.threads == 1 else f"{plan.threads} threads"
-        print(f"{plan.model}, {plan.method}, {plan.workers} x {threads}; run folder {run.path}")
+        note = f", compute {plan.compute_note}" if plan.replayed else ""
+        print(f"{plan.model}, {plan.method}, {plan.workers} x {threads}{note}; run folder {run.path}")
     try:
         with options.running(run, resumed=resume):
             from syncline import worker

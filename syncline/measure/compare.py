@@ -153,7 +153,7 @@ def compare_rows(
             "threads": entry.threads,
             "step": asdict(measured),
             "images_per_s": plan.global_batch / measured.median_s,
-            "loss": loss,
+            "loss": None if plan.replayed else loss,
         }
         if BASELINE in by_label:
             row["speedup"] = _ratio(by_label[BASELINE], times, plan.measure.warmup)

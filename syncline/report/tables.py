@@ -35,7 +35,7 @@ def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, 
             f"{row['images_per_s']:.0f}",
             _ratio(row.get("speedup"), is_baseline=row["label"] == "single"),
             _ratio(row.get("ratio_to_ddp"), is_baseline=row["label"] == "ddp"),
-            f"{row['loss']:.3f}",
+            "-" if row["loss"] is None else f"{row['loss']:.3f}",
         ]
         for row in rows
     ]

@@ -87,7 +87,8 @@ class Loop:
     def _note(self, progress: Progress, result: StepResult, start_ns: int, end_ns: int, rate: float) -> None:
         log = self.worker.log
         log.add("step", start=start_ns, end=end_ns, learning_rate=rate)
-        log.add("loss", value=result.loss, samples=result.num_samples)
+        if not self.plan.replayed:
+            log.add("loss", value=result.loss, samples=result.num_samples)
         log.flush()
         progress.step += 1
         progress.step_in_epoch += 1
@@ -97,6 +98,9 @@ class Loop:
 
     def _loss_line(self, progress: Progress, result: StepResult, rate: float) -> None:
         """The loss over the global batch of this step, and each rank's own."""
+        if self.plan.replayed:
+            self.observer.line(f"step {progress.step:>5}/{self.total_steps}  compute {self.plan.compute_note}")
+            return
         own = torch.tensor([result.loss * result.num_samples, result.num_samples], dtype=torch.float64)
         parts = self._all_gather("loss line", own)
         loss = sum(float(part[0]) for part in parts) / sum(float(part[1]) for part in parts)
@@ -108,6 +112,14 @@ class Loop:
 
     def _end_epoch(self, progress: Progress) -> None:
         """Totals of the epoch over all ranks, then evaluation, then a checkpoint."""
+        if not self.plan.replayed:
+            self._total_epoch(progress)
+        if self._epoch_ended(progress):
+            progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+            progress.loss_sum, progress.num_correct, progress.num_samples = 0.0, 0, 0
+        self._save(progress)
+
+    def _total_epoch(self, progress: Progress) -> None:
         sums = [progress.loss_sum, progress.num_correct, progress.num_samples]
         parts = self._all_gather("epoch totals", torch.tensor(sums, dtype=torch.float64))
         loss, correct, samples = (sum(float(part[i]) for part in parts) for i in range(3))
@@ -122,10 +134,6 @@ class Loop:
             text += self._evaluate(entry)
         self.observer.line(text)
         progress.epochs.append(entry)
-        if self._epoch_ended(progress):
-            progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-            progress.loss_sum, progress.num_correct, progress.num_samples = 0.0, 0, 0
-        self._save(progress)
 
     def _evaluate(self, entry: dict[str, Any]) -> str:
         self.observer.doing("evaluating")

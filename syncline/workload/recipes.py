@@ -12,6 +12,8 @@ from torch import nn
 
 from syncline.plan import Optimizer, Plan
 from syncline.workload.models import build_model
+from syncline.workload.recorded import load_times
+from syncline.workload.replay import ReplayedModel, ReplayedOptimizer
 
 REFERENCE_BATCH = 256
 START_OF_CYCLE = 1 / 25
@@ -20,6 +22,8 @@ START_OF_CYCLE = 1 / 25
 
 def make_model(plan: Plan, device: torch.device) -> nn.Module:
     """The plan's model with the seed's weights, in training mode."""
+    if plan.replayed:
+        return ReplayedModel(load_times(plan.compute))
     model = build_model(plan.model, seed=plan.seed, channels_last=plan.channels_last)
     if plan.optimizer.init == "kaiming-fan-out":
         kaiming_fan_out(model, seed=plan.seed)
@@ -41,6 +45,8 @@ def kaiming_fan_out(model: nn.Module, *, seed: int) -> None:
 
 def make_optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
     """SGD. Its rate is set before every step."""
+    if isinstance(model, ReplayedModel):
+        return ReplayedOptimizer(model)
     settings = plan.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.SGD(

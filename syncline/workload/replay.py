@@ -1,0 +1,147 @@
+"""Replayed compute: a model that sleeps recorded times, layer by layer, and whose gradients really travel.
+
+Loads nothing but the network. Gradients have the recorded sizes, shapes and order; their values are all 1, so their
+mean is 1 and the memory that holds them never has to be written again. Weights stay untouched, so all of them are
+views of one piece of memory.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline.workload.recorded import ComputeTimes, Gradient
+
+SHORTEST_SLEEP_NS = 100_000
+"""A sleep overshoots by about 60 us: shorter ones are left out and added to the next."""
+
+
+class Timeline:
+    """Sleeps one duration after the other. A sleep that overshoots makes the next one shorter: errors do not add up.
+
+    Only its own errors: what the method does between two sleeps (packing, sending) takes its own time on top.
+    """
+
+    def __init__(self) -> None:
+        self._late_ns = 0
+
+    def restart(self) -> None:
+        """Forget what is owed: a long stall must not shorten the next step."""
+        self._late_ns = 0
+
+    def sleep(self, seconds: float) -> None:
+        start = time.monotonic_ns()
+        target = start - self._late_ns + round(seconds * 1e9)
+        if target - start >= SHORTEST_SLEEP_NS:
+            time.sleep((target - start) / 1e9)
+        self._late_ns = time.monotonic_ns() - target
+
+
+class ReplayedModel(nn.Module):
+    """Takes any input and returns one logit for one class, which every classification loss accepts."""
+
+    def __init__(self, times: ComputeTimes) -> None:
+        super().__init__()
+        self.times = times
+        self.timeline = Timeline()
+        weights = _shared_memory_for(times)
+        # Registered from input to output, as models do: methods guess the order of readiness from it.
+        self._gradients = [
+            _PlacedGradient(gradient, _register(self, gradient, weights)) for gradient in reversed(times.backward)
+        ]
+        for buffer in times.buffers:
+            owner, name = _owner(self, buffer.name)
+            owner._buffers[name] = torch.zeros(buffer.shape, dtype=getattr(torch, buffer.dtype))
+        self._start = torch.zeros(1, 1, requires_grad=True)
+
+    def forward(self, _inputs: Any) -> Tensor:
+        self.timeline.restart()
+        for layer in self.times.forward:
+            self.timeline.sleep(layer.seconds)
+        chain: Tensor = _Rest.apply(self._start, self)  # type: ignore[no-untyped-call]
+        for placed in self._gradients:
+            chain = _Ready.apply(chain, placed.parameter, placed, self.timeline)  # type: ignore[no-untyped-call]
+        return chain
+
+
+class _PlacedGradient:
+    """A parameter and the memory of its gradient."""
+
+    def __init__(self, gradient: Gradient, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.seconds = gradient.seconds
+        self.values = torch.ones(gradient.shape, dtype=parameter.dtype)
+
+
+class _Ready(torch.autograd.Function):
+    """One link of the chain: in backward, sleeps until its parameter's gradient is ready."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: Tensor, _parameter: Tensor, placed: _PlacedGradient, timeline: Timeline) -> Tensor:
+        ctx.placed, ctx.timeline = placed, timeline
+        return chain.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.timeline.sleep(ctx.placed.seconds)
+        # A new tensor on the same memory: autograd takes a tensor that nobody else holds as it is, and copies others.
+        return gradients[0], ctx.placed.values.detach(), None, None
+
+
+class _Rest(torch.autograd.Function):
+    """The end of backward, after the last gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, chain: Tensor, model: ReplayedModel) -> Tensor:
+        ctx.model = model
+        return chain.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:
+        ctx.model.timeline.sleep(ctx.model.times.backward_rest_s)
+        return None, None
+
+
+class ReplayedOptimizer(torch.optim.Optimizer):
+    """Sleeps the update. Has no state and leaves the weights alone."""
+
+    def __init__(self, model: ReplayedModel) -> None:
+        super().__init__(model.parameters(), {})
+        self._model = model
+
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        self._model.timeline.sleep(self._model.times.update_s)
+
+
+def _shared_memory_for(times: ComputeTimes) -> dict[str, Tensor]:
+    """As large as the largest parameter, for each dtype."""
+    longest: dict[str, int] = {}
+    for gradient in times.backward:
+        longest[gradient.dtype] = max(longest.get(gradient.dtype, 0), math.prod(gradient.shape))
+    return {dtype: torch.zeros(length, dtype=getattr(torch, dtype)) for dtype, length in longest.items()}
+
+
+def _register(model: nn.Module, gradient: Gradient, weights: dict[str, Tensor]) -> nn.Parameter:
+    owner, name = _owner(model, gradient.parameter)
+    flat = weights[gradient.dtype][: math.prod(gradient.shape)]
+    parameter = nn.Parameter(flat.view(gradient.shape))
+    owner._parameters[name] = parameter
+    return parameter
+
+
+def _owner(model: nn.Module, dotted: str) -> tuple[nn.Module, str]:
+    """The module that a dotted name belongs to, made on the way, so that names are those of the recorded model.
+
+    Into the tables themselves: the methods that add to them refuse names that nn.Module uses, such as 'type'.
+    """
+    *path, name = dotted.split(".")
+    owner = model
+    for part in path:
+        inner = owner._modules.get(part) or nn.Module()
+        owner._modules[part] = inner
+        owner = inner
+    return owner, name
