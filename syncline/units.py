@@ -1,6 +1,10 @@
-"""Numbers for people: print bytes, seconds and rates with a unit that fits."""
+"""Numbers for people: print bytes, seconds and rates with a unit that fits, and read sizes that people type."""
 
 from __future__ import annotations
+
+import re
+
+from syncline.errors import UsageError
 
 
 def format_seconds(seconds: float) -> str:
@@ -32,3 +36,18 @@ def format_bytes(num_bytes: float) -> str:
             break
         num_bytes /= 1000
     return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """125e6 -> '125.0 MB/s'."""
+    return f"{format_bytes(bytes_per_s)}/s"
+
+
+def parse_bytes(text: str) -> int:
+    """'64kB', '1MB', '4096' -> bytes, in decimal units. Anything else is a UsageError."""
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|kB|MB|GB)?\s*", text, re.IGNORECASE)
+    factors = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+    size = round(float(matched[1]) * factors[(matched[2] or "").lower()]) if matched else 0
+    if size < 1:
+        raise UsageError(f"{text.strip()!r} is not a size.", action="Write it as 64kB, 1MB or a number of bytes.")
+    return size

@@ -32,6 +32,7 @@ from syncline.launcher.local import cores
 from syncline.launcher.machine import keep_freed_memory
 from syncline.measure.certify import Certifier
 from syncline.measure.compare import Comparison, contenders
+from syncline.measure.probe import run_probe
 from syncline.measure.statistics import timing
 from syncline.plan import Plan, load_plan
 from syncline.report.display import Display
@@ -78,6 +79,15 @@ def compare(plan: Plan, run: RunFolder, methods: Sequence[str], quiet: bool) -> 
         entries = contenders(methods, threads=plan.threads or 1, cores=cores())
         parts = (rank.communicator, batches, num_train, rank.device, rank.log, display)
         return Comparison(plan, entries, *parts).run()
+
+
+def probe(
+    plan: Plan, backends: Sequence[str], sizes: Sequence[int], visits: int, quiet: bool
+) -> list[dict[str, Any]]:
+    """A rank's part in `syncline probe`: the rows of the table."""
+    with _joined(plan, None) as rank, Display(rank=rank.number, quiet=quiet, unit="visit") as display:
+        # Below the wrappers: what is measured is the backend, and every value is compared here.
+        return run_probe(rank.communicator.backend, backends, sizes, visits, display)
 
 
 def certify(plan: Plan, methods: Sequence[str], models: Sequence[str], quiet: bool) -> list[dict[str, Any]]:

@@ -45,6 +45,9 @@ VERBS = {
         *("--workers", "--methods", "--models", "--transfer-dtype", "--threads", "--seed", "--port", "--json"),
         "--help",
     ],
+    "probe": [
+        *("--workers", "--backend", "--sizes", "--repeats", "--threads", "--run-dir", "--port", "--json", "--help"),
+    ],
     "launch": ["--workers", "--threads", "--log-dir", "--port", "--help"],
     "methods": ["--json", "--help"],
     "schedule": ["--workers", "--output", "--help"],
@@ -147,6 +150,13 @@ def test_wrong_plan_file_is_refused(content: str, words: list[str], cli: Cli, tm
         (["verify", "--workers", "2,0"], ["workers", "0"]),
         (["verify", "--methods", "single"], ["single", "nothing to certify"]),
         (["verify", "--models", "vgg12"], ["Did you mean 'vgg11'?"]),
+        (["probe", "--backend", "glue"], ["'glue'", "gloo, shared-memory, mpi"]),
+        (["probe", "--backend", ","], ["no backend"]),
+        (["probe", "--sizes", "1kB,big"], ["'big'", "64kB"]),
+        (["probe", "--sizes", "3"], ["3", "multiple of 4"]),
+        (["probe", "--sizes", ","], ["no size"]),
+        (["probe", "--workers", "1"], ["at least 2 workers"]),
+        (["probe", "--repeats", "0"], ["--repeats 0"]),
         (["compare", "--methods", "dpp,ddp"], ["Did you mean 'ddp'?"]),
         (["compare", "--methods", ","], ["no method"]),
         (["compare", "--steps", "0"], ["steps", "0"]),
@@ -307,3 +317,20 @@ def test_verify_certifies_every_method(cli: Cli) -> None:
     certified = {row["method"]: row["sequential"]["status"] for row in document["certificates"]}
     assert list(certified) == [name for name in IN_ONE_WORLD if name != "single"]
     assert certified["gather-scatter"] == certified["point-to-point"] == "bitwise"
+
+
+def test_probe_keeps_times_and_fits(cli: Cli, tmp_path: Path) -> None:
+    arguments = ("--workers", 2, "--sizes", "4kB,64kB,1MB", "--repeats", 2, "--run-dir", "probed")
+    document = one_document(cli("probe", *arguments, "--json"))
+    measured = {(row["backend"], row["operation"]): row for row in document["rows"]}
+    messages = ["all_reduce", "send_receive", "broadcast", "gather", "scatter"]
+    assert list(measured) == [*(("gloo", operation) for operation in messages), ("shared-memory", "all_reduce")]
+    for row in measured.values():
+        assert [point["bytes"] for point in row["points"]] == [4000, 64_000, 1_000_000]
+        assert row["fit"]["alpha_interval_s"][0] <= row["fit"]["alpha_s"] <= row["fit"]["alpha_interval_s"][1]
+    # A busy machine may show no rate at all with so few sizes.
+    assert document["links"].get("gloo", {}).get("bytes_per_s") == measured["gloo", "send_receive"]["fit"]["bytes_per_s"]
+    stored = tmp_path / "work" / "probed"
+    assert json.loads((stored / "summary.json").read_text()) == {k: v for k, v in document.items() if k != "run"}
+    assert json.loads((stored / "run.json").read_text())["kind"] == "probe"
+    assert_refused(cli("train", "--resume", "probed"), "is a probe run")

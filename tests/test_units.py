@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.units import format_bytes, format_seconds
+from syncline.errors import UsageError
+from syncline.units import format_bytes, format_rate, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -30,3 +31,20 @@ def test_seconds(seconds: float, text: str) -> None:
 )
 def test_bytes(num_bytes: float, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+def test_rate() -> None:
+    assert format_rate(125e6) == "125.0 MB/s"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("4096", 4096), ("64kB", 64_000), (" 1.5 MB ", 1_500_000), ("2gb", 2 * 10**9), ("7 B", 7)]
+)
+def test_sizes_that_people_type(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "big", "-1", "1 TB", "0", "1e3", "kB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a size"):
+        parse_bytes(text)

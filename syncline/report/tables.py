@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from syncline.units import format_spread
+from syncline.units import format_bytes, format_rate, format_seconds, format_spread
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", caption: str = "") -> None:
@@ -86,3 +86,44 @@ def describe(verdict: dict[str, Any]) -> str:
     if status == "explained":
         return f"differs: {verdict['cause']}; equal without"
     return f"WRONG at {verdict['where']} ({verdict['ratio']:.2g} x the bound)"
+
+
+def probe_tables(rows: Sequence[dict[str, Any]], *, workers: int) -> None:
+    """For each backend the times by size; then the lines fitted through them."""
+    for backend in dict.fromkeys(row["backend"] for row in rows):
+        own = [row for row in rows if row["backend"] == backend]
+        sizes = [point["bytes"] for point in own[0]["points"]]
+        cells = [
+            [format_bytes(size), *(_time(row["points"][number]) for row in own)] for number, size in enumerate(sizes)
+        ]
+        columns = ["message", *(row["operation"].replace("_", "-") for row in own)]
+        print(f"{backend}, {workers} ranks: time of one operation")
+        print_table(columns, cells)
+    columns = ["fitted", "latency", "95 %", "rate", "95 %", "worst"]
+    caption = (
+        "Median ± half the distance between the quartiles; every result was checked.\n"
+        "Send-receive: one way between the first and the last rank. Fitted: latency +\n"
+        "bytes / rate. Worst: how far a median lies from that line."
+    )
+    print_table(columns, [_fit_cells(row) for row in rows], caption=caption)
+
+
+def _time(point: dict[str, Any]) -> str:
+    if point["median_s"] < 1e-3:
+        return f"{point['median_s'] * 1e6:.0f} ±{point['spread_s'] * 5e5:.0f} µs"
+    return format_spread(point["median_s"], point["spread_s"])
+
+
+def _fit_cells(row: dict[str, Any]) -> list[str]:
+    fit, name = row["fit"], f"{row['backend']} {row['operation'].replace('_', '-')}"
+    if fit is None:
+        return [name, *["-"] * 5]
+    slow, fast = (1 / beta if beta > 0 else None for beta in reversed(fit["beta_interval_s_per_byte"]))
+    return [
+        name,
+        format_seconds(fit["alpha_s"]),
+        " to ".join(format_seconds(alpha) for alpha in fit["alpha_interval_s"]),
+        format_rate(fit["bytes_per_s"]) if fit["bytes_per_s"] else "-",
+        f"{format_rate(slow) if slow else '-'} to {format_rate(fast) if fast else 'any'}",
+        f"{fit['worst_deviation']:.0%}",
+    ]
