@@ -22,9 +22,9 @@ from syncline.launcher.local import cores
 from syncline.plan import load_plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync
-from syncline.train.batches import Batches
 from syncline.train.step import Worker, train_step
 from syncline.units import format_seconds
+from syncline.workload.batches import ImageBatches
 from syncline.workload.recipes import make_model, make_optimizer
 from syncline.workload.sharding import Sharding
 from syncline.workload.synthetic import synthetic_images
@@ -76,7 +76,7 @@ def bare(plan, images, device) -> Contender:  # type: ignore[no-untyped-def]
 def ours(plan, images, device, log: EventLog) -> Contender:  # type: ignore[no-untyped-def]
     model = make_model(plan, device)
     sync = make_sync("single", ThreadCommunicator(ThreadWorld(1), 0))
-    batches = Batches(images, seed=plan.seed, device=device, channels_last=True)
+    batches = ImageBatches(images, seed=plan.seed, device=device, channels_last=True)
     worker = Worker(model, sync.attach(model), sync, make_optimizer(plan, model), batches, log)
     shards = Sharding(len(images.train_labels), plan.global_batch, plan.seed).epoch(0)
 

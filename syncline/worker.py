@@ -41,11 +41,11 @@ from syncline.spans import EventLog
 from syncline.store import RunFolder, create_run, resumable_run
 from syncline.sync import make_sync
 from syncline.sync.bucketed import WIRE_DTYPES
-from syncline.train.batches import Batches
 from syncline.train.checkpoint import Progress
 from syncline.train.loop import Loop
 from syncline.train.replay import ReplayedBatches
 from syncline.train.step import Worker
+from syncline.workload.batches import Batches, ImageBatches
 from syncline.workload.recipes import make_model, make_optimizer
 from syncline.workload.recorded import load_times
 from syncline.workload.sharding import Sharding
@@ -75,9 +75,10 @@ def train(plan: Plan, run: RunFolder, resume: bool, quiet: bool) -> dict[str, An
 def compare(plan: Plan, run: RunFolder, methods: Sequence[str], quiet: bool) -> list[dict[str, Any]]:
     """A rank's part in `syncline compare`: the rows of the table."""
     with _joined(plan, run.path / "events") as rank, Display(rank=rank.number, quiet=quiet, unit="turn") as display:
-        batches, num_train, _ = _batches(rank)
+        batches = _batches(rank)
+        display.counted = batches.task.unit
         entries = contenders(methods, threads=plan.threads or 1, cores=cores())
-        parts = (rank.communicator, batches, num_train, rank.device, rank.log, display)
+        parts = (rank.communicator, batches, rank.device, rank.log, display)
         return Comparison(plan, entries, *parts).run()
 
 
@@ -94,7 +95,7 @@ def certify(plan: Plan, methods: Sequence[str], models: Sequence[str], quiet: bo
     """A rank's part in `syncline verify`: the certificates, on rank 0."""
     rows = []
     with _joined(plan, None) as rank, Display(rank=rank.number, quiet=quiet, unit="certificate") as display:
-        batches, _, _ = _batches(rank)
+        batches = _batches(rank)
         pairs = [(model, method) for model in models for method in methods]
         for done, (model, method) in enumerate(pairs):
             display.progress(done, len(pairs), f"{model} {method}")
@@ -118,7 +119,7 @@ def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifi
         make_sync=lambda communicator: make_sync(method, communicator, **options),
         make_exact=(lambda communicator: make_sync(method, communicator, **exact)) if wire else None,
         wire_dtype=WIRE_DTYPES[wire] if wire else None,
-        make_model=lambda: make_model(plan, rank.device),
+        make_model=lambda: make_model(plan, rank.device, batches.task),
         batches=batches,
         sharding=sharding,
         log=rank.log,
@@ -127,19 +128,19 @@ def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifi
 
 def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str, Any] | None:
     plan = rank.plan
-    batches, num_train, source = _batches(rank)
-    model = make_model(plan, rank.device)
+    batches = _batches(rank)
+    model = make_model(plan, rank.device, batches.task)
     torch.manual_seed(_rank_seed(plan.seed, rank.number))
     rank.log.method = plan.method
     sync = make_sync(plan.method, rank.communicator, log=rank.log, **plan.options_for(plan.method))
     optimizer, smoothing = make_optimizer(plan, model), plan.optimizer.label_smoothing
     worker = Worker(model, sync.attach(model), sync, optimizer, batches, rank.log, smoothing)
-    sharding = Sharding(num_train, plan.global_batch, plan.seed, rank.number, plan.workers)
-    with Display(rank=rank.number, quiet=quiet) as display:
+    sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, plan.workers)
+    with Display(rank=rank.number, quiet=quiet, counted=batches.task.unit) as display:
         checkpoints = None if plan.replayed else run.checkpoints
         loop = Loop(plan, worker, sharding, rank.communicator, display, checkpoints)
         progress, seconds = loop.run(resume=resume)
-    summary = _summary(plan, source, model, progress, seconds)
+    summary = _summary(plan, batches, model, progress, seconds)
     if rank.number != 0:
         return None
     run.write_summary(summary)
@@ -153,7 +154,7 @@ def _rank_seed(seed: int, rank: int) -> int:
 
 
 def _summary(
-    plan: Plan, source: str, model: torch.nn.Module, progress: Progress, seconds: list[float]
+    plan: Plan, batches: Batches, model: torch.nn.Module, progress: Progress, seconds: list[float]
 ) -> dict[str, Any]:
     measured = timing(seconds, warmup=plan.measure.warmup, window=plan.measure.window)
     return {
@@ -161,11 +162,12 @@ def _summary(
         "workers": plan.workers,
         "threads": plan.threads,
         "compute": plan.compute_note,
-        "data": source,
+        "data": batches.source,
+        "task": batches.task.name,
         "steps": progress.step,
         "timed_steps": len(seconds),
         "step": asdict(measured) if measured else None,
-        "images_per_s": plan.global_batch / measured.median_s if measured else None,
+        **(batches.task.throughput(plan.global_batch, measured.median_s) if measured else {}),
         "losses": progress.loss_lines,
         "epochs": progress.epochs,
         "weights_sha256": None if plan.replayed else _digest(model),
@@ -180,14 +182,13 @@ def _digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _batches(rank: Rank) -> tuple[Batches, int, str]:
+def _batches(rank: Rank) -> Batches:
     plan = rank.plan
     if plan.replayed:
         times = load_times(plan.compute)
-        return ReplayedBatches(times.data_s), times.num_train, plan.compute_note
+        return ReplayedBatches(times.data_s, num_train=times.num_train, source=plan.compute_note)
     images = load_images(plan.data, Path(plan.data_dir) if plan.data_dir else None)
-    batches = Batches(images, seed=plan.seed, device=rank.device, channels_last=plan.channels_last)
-    return batches, len(images.train_labels), images.source
+    return ImageBatches(images, seed=plan.seed, device=rank.device, channels_last=plan.channels_last)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from syncline.errors import CommunicationError, PlanError
 from syncline.launcher.environment import placement_from_environment
 from syncline.spans import EventLog
 from syncline.sync import CLASSES, make_sync
-from syncline.train.batches import Batches
+from syncline.workload.batches import Batches, ImageBatches
 from syncline.workload.images import ImageSet
 from syncline.workload.synthetic import synthetic_images
 
@@ -190,4 +190,4 @@ def images(num_train: int = 200, num_test: int = 47) -> ImageSet:
 
 
 def small_batches(seed: int = 3) -> Batches:
-    return Batches(images(), seed=seed, device=torch.device("cpu"), channels_last=False)
+    return ImageBatches(images(), seed=seed, device=torch.device("cpu"), channels_last=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import ON_THREADS, images, on_threads, small_batches
+from helpers import ON_THREADS, on_threads, small_batches
 
 from syncline.comm import Communicator
 from syncline.measure import compare
@@ -15,7 +15,7 @@ from syncline.measure.compare import Comparison, Contender, compare_rows, conten
 from syncline.measure.statistics import spread, timing
 from syncline.plan import Plan
 from syncline.spans import EventLog
-from syncline.workload.models import build_model
+from syncline.workload.models import CIFAR, build_model
 
 PLAN = Plan(workers=4, global_batch=64, steps=4)  # one warm-up round
 SECONDS = {
@@ -27,7 +27,7 @@ SECONDS = {
 
 def rows_of(seconds: dict[str, list[float]], plan: Plan = PLAN) -> dict[str, dict[str, object]]:
     entries = [Contender(label, label, threads=1) for label in seconds]
-    rows = compare_rows(plan, entries, list(seconds.values()), [1.5] * len(entries))
+    rows = compare_rows(plan, entries, list(seconds.values()), [1.5] * len(entries), CIFAR)
     return {row["label"]: row for row in rows}
 
 
@@ -113,7 +113,7 @@ class Watching:
 def _one_model_for_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Copies of one model, because threads share torch's generator; and torch's threads are put back."""
     model = build_model("cnn", seed=1)
-    monkeypatch.setattr(compare, "make_model", lambda plan, device: copy.deepcopy(model))
+    monkeypatch.setattr(compare, "make_model", lambda plan, device, task: copy.deepcopy(model))
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -128,7 +128,7 @@ def test_losses_agree_over_methods_and_every_rank_has_the_same_rows() -> None:
     def live(comm: Communicator, log: EventLog) -> tuple[list[dict[str, object]], EventLog]:
         entries = contenders(methods, threads=1, cores=2)
         device = torch.device("cpu")
-        parts = (comm, small_batches(), len(images().train_labels), device, log, observers[comm.rank])
+        parts = (comm, small_batches(), device, log, observers[comm.rank])
         return Comparison(plan, entries, *parts).run(), log
 
     results = on_threads(3, live)

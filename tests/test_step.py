@@ -97,7 +97,7 @@ def test_results_count_every_sample_once(global_batch: int) -> None:
     with torch.no_grad():
         logits = model(images)
     assert sum(results[0].num_samples for results in by_rank) == global_batch
-    assert sum(results[0].num_correct for results in by_rank) == int((logits.argmax(1) == labels).sum())
+    assert sum(results[0].score_sum for results in by_rank) == int((logits.argmax(1) == labels).sum())
     loss = sum(results[0].loss * results[0].num_samples for results in by_rank) / global_batch
     assert loss == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-12)
 

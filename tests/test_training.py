@@ -43,7 +43,7 @@ def test_summary_and_event_logs_hold_losses_and_phases_of_every_step_and_rank(cl
     assert epoch["test_images"] == 2000
     assert epoch["test_accuracy"] == epoch["test_correct"] / 2000
     # This model has no batch norm, so each rank alone measures what all measure together.
-    assert [own["num_correct"] for own in epoch["test_per_rank"]] == [epoch["test_correct"]] * 2
+    assert [own["correct"] for own in epoch["test_per_rank"]] == [epoch["test_correct"]] * 2
 
     run = RunFolder(tmp_path / "work" / "run")
     assert run.summary() == {key: value for key, value in summary.items() if key != "run"}

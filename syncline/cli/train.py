@@ -95,6 +95,11 @@ def _show(run: RunFolder, summary: dict[str, Any], *, as_json: bool) -> None:
         print(
             f"average step {format_seconds(step['mean_s'])} over {step['counted']} steps "
             f"(first {step['warmup']} discarded), median {format_seconds(step['median_s'])}, "
-            f"spread {format_seconds(step['spread_s'])}; {summary['images_per_s']:.0f} images/s"
+            f"spread {format_seconds(step['spread_s'])}; {_rate(summary)}"
         )
     print(f"run folder {run.path}; next: syncline compare")
+
+
+def _rate(summary: dict[str, Any]) -> str:
+    unit = "tokens" if "tokens_per_s" in summary else "images"
+    return f"{summary[f'{unit}_per_s']:.0f} {unit}/s"

@@ -15,11 +15,12 @@ from syncline.measure.statistics import spread, timing
 from syncline.plan import Plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync
-from syncline.train.batches import Batches
 from syncline.train.loop import Observer
 from syncline.train.step import Worker, train_step
+from syncline.workload.batches import Batches
 from syncline.workload.recipes import learning_rate, make_model, make_optimizer, set_learning_rate
 from syncline.workload.sharding import Shard, Sharding
+from syncline.workload.tasks import Task
 
 CONTROL = "ddp"
 BASELINE = "single"
@@ -60,7 +61,6 @@ class Comparison:
     entries: list[Contender]
     communicator: Communicator
     batches: Batches
-    num_train: int
     device: torch.device
     log: EventLog
     observer: Observer
@@ -77,16 +77,16 @@ class Comparison:
                 self._take_turn(entry, worker, round_index)
                 done = round_index * len(self.entries) + turn + 1
                 loss = entry.loss_sum / max(entry.num_samples, 1)
-                rate = self.plan.global_batch / entry.seconds[-1]
+                rate = self.plan.global_batch * self.batches.task.units_per_sample / entry.seconds[-1]
                 self.observer.step(done, self.rounds * len(self.entries), loss, rate)
         self.log.method = ""
         seconds, losses = self._slowest(), self._losses()
-        return compare_rows(self.plan, self.entries, seconds, losses)
+        return compare_rows(self.plan, self.entries, seconds, losses, self.batches.task)
 
     def _prepare(self, entry: Contender) -> Worker | None:
         if entry.alone and self.communicator.rank != 0:
             return None
-        model = make_model(self.plan, self.device)
+        model = make_model(self.plan, self.device, self.batches.task)
         sync = make_sync(entry.method, self.communicator, log=self.log, **self.plan.options_for(entry.method))
         optimizer, smoothing = make_optimizer(self.plan, model), self.plan.optimizer.label_smoothing
         return Worker(model, sync.attach(model), sync, optimizer, self.batches, self.log, smoothing)
@@ -106,13 +106,13 @@ class Comparison:
         self.log.flush()
 
     def _learning_rate(self, round_index: int) -> float:
-        sharding = Sharding(self.num_train, self.plan.global_batch, self.plan.seed, 0, 1)
+        sharding = Sharding(self.batches.num_train, self.plan.global_batch, self.plan.seed, 0, 1)
         lengths = (self.rounds, self.plan.global_batch, sharding.steps_per_epoch)
         return learning_rate(self.plan.optimizer, round_index, *lengths)
 
     def _shard(self, entry: Contender, round_index: int) -> Shard:
         rank, world_size = (0, 1) if entry.alone else (self.communicator.rank, self.communicator.world_size)
-        sharding = Sharding(self.num_train, self.plan.global_batch, self.plan.seed, rank, world_size)
+        sharding = Sharding(self.batches.num_train, self.plan.global_batch, self.plan.seed, rank, world_size)
         epoch, step = divmod(round_index, sharding.steps_per_epoch)
         return next(sharding.epoch(epoch, step))
 
@@ -138,7 +138,11 @@ class Comparison:
 
 
 def compare_rows(
-    plan: Plan, entries: Sequence[Contender], seconds: Sequence[Sequence[float]], losses: Sequence[float]
+    plan: Plan,
+    entries: Sequence[Contender],
+    seconds: Sequence[Sequence[float]],
+    losses: Sequence[float],
+    task: Task,
 ) -> list[dict[str, Any]]:
     """The table. Speed-up is at one global batch, against `single` with one worker's threads, where that ran."""
     by_label = {entry.label: list(times) for entry, times in zip(entries, seconds, strict=True)}
@@ -152,7 +156,7 @@ def compare_rows(
             "workers": 1 if entry.alone else plan.workers,
             "threads": entry.threads,
             "step": asdict(measured),
-            "images_per_s": plan.global_batch / measured.median_s,
+            **task.throughput(plan.global_batch, measured.median_s),
             "loss": None if plan.replayed else loss,
         }
         if BASELINE in by_label:

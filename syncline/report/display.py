@@ -13,10 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class Display:
     """Shows steps and lines. Quiet: the bar only; on ranks other than 0: nothing at all."""
 
-    def __init__(self, *, rank: int = 0, quiet: bool = False, unit: str = "step") -> None:
+    def __init__(self, *, rank: int = 0, quiet: bool = False, unit: str = "step", counted: str = "images") -> None:
         self._shown = rank == 0
         self._lines = self._shown and not quiet
         self._unit = unit
+        self.counted = counted
+        """What a rate is of: images or tokens."""
         self._console = Console(stderr=True)
         self._bar: Progress | None = None
 
@@ -42,8 +44,8 @@ class Display:
         if self._bar is not None:
             self._bar.stop()
 
-    def step(self, step: int, total: int, loss: float, images_per_s: float) -> None:
-        self.progress(step, total, f"loss {loss:.3f} (rank 0)  {images_per_s:.0f} images/s")
+    def step(self, step: int, total: int, loss: float, units_per_s: float) -> None:
+        self.progress(step, total, f"loss {loss:.3f} (rank 0)  {units_per_s:.0f} {self.counted}/s")
 
     def progress(self, done: int, total: int, figures: str) -> None:
         if self._bar is not None:

@@ -26,13 +26,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 
 
 def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, warmup: int) -> None:
-    columns = ["method", "ranks", "step", "img/s", "speed-up", "time/ddp", "loss"]
+    columns = ["method", "ranks", "step", _rate_unit(rows), "speed-up", "time/ddp", "loss"]
     cells = [
         [
             row["label"],
             f"{row['workers']}x{row['threads']}",
             format_spread(row["step"]["median_s"], row["step"]["spread_s"]),
-            f"{row['images_per_s']:.0f}",
+            f"{row.get('images_per_s', row.get('tokens_per_s')):.0f}",
             _ratio(row.get("speedup"), is_baseline=row["label"] == "single"),
             _ratio(row.get("ratio_to_ddp"), is_baseline=row["label"] == "ddp"),
             "-" if row["loss"] is None else f"{row['loss']:.3f}",
@@ -46,6 +46,10 @@ def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, 
         "all. = : no difference, 1 lies inside the spread of the ratio."
     )
     print_table(columns, cells, title=title, caption=caption)
+
+
+def _rate_unit(rows: Sequence[dict[str, Any]]) -> str:
+    return "tokens/s" if rows and "tokens_per_s" in rows[0] else "img/s"
 
 
 def _ratio(ratio: dict[str, Any] | None, *, is_baseline: bool) -> str:

@@ -23,7 +23,7 @@ from syncline.comm.communicator import Communicator
 from syncline.errors import RunFolderError
 from syncline.train.step import Worker
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -35,7 +35,7 @@ class Progress:
     step_in_epoch: int = 0
     step: int = 0
     loss_sum: float = 0.0
-    num_correct: int = 0
+    score_sum: float = 0.0
     num_samples: int = 0
     loss_lines: list[dict[str, Any]] = field(default_factory=list)
     epochs: list[dict[str, Any]] = field(default_factory=list)

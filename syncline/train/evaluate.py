@@ -1,4 +1,4 @@
-"""Loss and accuracy on the test set: every image counted once, the same result at any number of ranks."""
+"""Loss and score on the test set: every sample counted once, the same result at any number of ranks."""
 
 from __future__ import annotations
 
@@ -8,25 +8,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from syncline.comm.communicator import Communicator
-from syncline.train.batches import Batches
 from syncline.train.step import buffers_kept
+from syncline.workload.batches import Batches
 
 BATCH = 250
-"""Fixed, so that an image is always computed in the same company, whatever the number of ranks."""
+"""Fixed, so that a sample is always computed in the same company, whatever the number of ranks."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
     loss: float
-    num_correct: int
-    num_images: int
-
-    @property
-    def accuracy(self) -> float:
-        return self.num_correct / self.num_images
+    score_sum: float
+    """Right answers, or years of error; see Task."""
+    num_samples: int
 
 
 def evaluate(model: nn.Module, batches: Batches, communicator: Communicator) -> Evaluation:
@@ -36,33 +32,33 @@ def evaluate(model: nn.Module, batches: Batches, communicator: Communicator) -> 
             communicator.broadcast(buffer, label=name)
         results = _evaluate_batches(model, batches, communicator.rank, communicator.world_size)
         results = results.to(communicator.device)
-        communicator.all_reduce(results, label="loss and correct by batch")
-    return _total(results, batches.num_test)
+        communicator.all_reduce(results, label="loss and score by batch")
+    return _total(results, batches)
 
 
 def evaluate_per_rank(model: nn.Module, batches: Batches, communicator: Communicator) -> list[Evaluation]:
     """Each rank's own buffers on the whole test set: they differ, because batch-norm statistics are local."""
     results = _evaluate_batches(model, batches, 0, 1).to(communicator.device)
     with communicator.scope("evaluate per rank"):
-        return [_total(part, batches.num_test) for part in communicator.all_gather(results)]
+        return [_total(part, batches) for part in communicator.all_gather(results)]
 
 
 def _evaluate_batches(model: nn.Module, batches: Batches, first: int, stride: int) -> Tensor:
-    """Sum of losses and number right for each batch; zero where another rank fills in."""
+    """Sums of losses and of scores for each batch; zero where another rank fills in."""
     num_batches = -(-batches.num_test // BATCH)
     results = torch.zeros(num_batches, 2, dtype=torch.float64)
     with torch.no_grad(), _evaluating(model):
         for index in range(first, num_batches, stride):
-            images, labels = batches.test(index * BATCH, (index + 1) * BATCH)
-            logits = model(images)
-            results[index, 0] = cross_entropy(logits, labels, reduction="sum").double()
-            results[index, 1] = (logits.argmax(1) == labels).sum()
+            inputs, targets = batches.test(index * BATCH, (index + 1) * BATCH)
+            outputs = model(inputs)
+            results[index, 0] = batches.task.loss(outputs, targets, reduction="sum").double()
+            results[index, 1] = batches.task.score_sum(outputs, targets)
     return results
 
 
-def _total(results: Tensor, num_images: int) -> Evaluation:
-    loss, correct = results.sum(0).tolist()
-    return Evaluation(loss / num_images, int(correct), num_images)
+def _total(results: Tensor, batches: Batches) -> Evaluation:
+    loss, score = results.sum(0).tolist()
+    return Evaluation(loss / (batches.num_test * batches.task.answers_per_sample), score, batches.num_test)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,16 +13,17 @@ from syncline.comm.communicator import Communicator
 from syncline.plan import Plan
 from syncline.train import checkpoint
 from syncline.train.checkpoint import Progress
-from syncline.train.evaluate import evaluate, evaluate_per_rank
+from syncline.train.evaluate import Evaluation, evaluate, evaluate_per_rank
 from syncline.train.step import StepResult, Worker, discarded_backward, train_step
 from syncline.workload.recipes import learning_rate, set_learning_rate
 from syncline.workload.sharding import Sharding
+from syncline.workload.tasks import Task
 
 
 class Observer(Protocol):
     """Whoever shows what happens. Only rank 0's is asked to draw anything."""
 
-    def step(self, step: int, total: int, loss: float, images_per_s: float) -> None: ...
+    def step(self, step: int, total: int, loss: float, units_per_s: float) -> None: ...
     def doing(self, what: str) -> None: ...
     def line(self, text: str) -> None: ...
 
@@ -38,6 +39,10 @@ class Loop:
     observer: Observer
     checkpoints: Path | None
     """Where checkpoints go; none are written if absent."""
+
+    @property
+    def task(self) -> Task:
+        return self.worker.batches.task
 
     @property
     def total_steps(self) -> int:
@@ -70,7 +75,8 @@ class Loop:
             end_ns = time.monotonic_ns()
             self._note(progress, result, start_ns, end_ns, rate)
             seconds.append((end_ns - start_ns) / 1e9)
-            self.observer.step(progress.step, self.total_steps, result.loss, shard.num_global / seconds[-1])
+            rate = shard.num_global * self.task.units_per_sample / seconds[-1]
+            self.observer.step(progress.step, self.total_steps, result.loss, rate)
             if progress.step % self.plan.log_every == 0:
                 self._loss_line(progress, result, rate)
             ended = progress.step == self.total_steps
@@ -93,7 +99,7 @@ class Loop:
         progress.step += 1
         progress.step_in_epoch += 1
         progress.loss_sum += result.loss * result.num_samples
-        progress.num_correct += result.num_correct
+        progress.score_sum += result.score_sum
         progress.num_samples += result.num_samples
 
     def _loss_line(self, progress: Progress, result: StepResult, rate: float) -> None:
@@ -116,20 +122,21 @@ class Loop:
             self._total_epoch(progress)
         if self._epoch_ended(progress):
             progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-            progress.loss_sum, progress.num_correct, progress.num_samples = 0.0, 0, 0
+            progress.loss_sum, progress.score_sum, progress.num_samples = 0.0, 0.0, 0
         self._save(progress)
 
     def _total_epoch(self, progress: Progress) -> None:
-        sums = [progress.loss_sum, progress.num_correct, progress.num_samples]
+        sums = [progress.loss_sum, progress.score_sum, progress.num_samples]
         parts = self._all_gather("epoch totals", torch.tensor(sums, dtype=torch.float64))
-        loss, correct, samples = (sum(float(part[i]) for part in parts) for i in range(3))
+        loss, score, samples = (sum(float(part[i]) for part in parts) for i in range(3))
         entry: dict[str, Any] = {
             "epoch": progress.epoch,
             "steps": progress.step_in_epoch,
             "train_loss": loss / samples,
-            "train_accuracy": correct / samples,
+            f"train_{self.task.metric}": self.task.mean_score(score, int(samples)),
         }
-        text = f"epoch {progress.epoch}  training loss {loss / samples:.4f}, accuracy {correct / samples:.2%}"
+        text = f"epoch {progress.epoch}  training loss {loss / samples:.4f}, "
+        text += self.task.describe(score, int(samples))
         if self.plan.evaluate:
             text += self._evaluate(entry)
         self.observer.line(text)
@@ -139,15 +146,29 @@ class Loop:
         self.observer.doing("evaluating")
         with self.worker.log.span("evaluate"):
             result = evaluate(self.worker.model, self.worker.batches, self.communicator)
-        entry |= {"test_loss": result.loss, "test_accuracy": result.accuracy}
-        entry |= {"test_correct": result.num_correct, "test_images": result.num_images}
+        entry |= self._figures("test_", result)
         if self.plan.eval_per_rank:
             own = evaluate_per_rank(self.worker.model, self.worker.batches, self.communicator)
-            entry["test_per_rank"] = [asdict(one) for one in own]
+            entry["test_per_rank"] = [self._figures("", one) for one in own]
             for rank, one in enumerate(own):
-                self.observer.line(f"  rank {rank}'s own buffers: test loss {one.loss:.4f}, {one.accuracy:.2%}")
-        right = f"{result.num_correct}/{result.num_images}"
-        return f"; test loss {result.loss:.4f}, accuracy {result.accuracy:.2%} ({right})"
+                self.observer.line(f"  rank {rank}'s own buffers: test {self._described(one)}")
+        return f"; test {self._described(result)}"
+
+    def _figures(self, prefix: str, result: Evaluation) -> dict[str, Any]:
+        mean = self.task.mean_score(result.score_sum, result.num_samples)
+        figures = {"loss": result.loss, self.task.metric: mean, self.task.asked: self._answers(result)}
+        if self.task.metric == "accuracy":
+            figures["correct"] = int(result.score_sum)
+        return {f"{prefix}{name}": value for name, value in figures.items()}
+
+    def _described(self, result: Evaluation) -> str:
+        text = f"loss {result.loss:.4f}, {self.task.describe(result.score_sum, result.num_samples)}"
+        return text + (
+            f" ({int(result.score_sum)}/{self._answers(result)})" if self.task.metric == "accuracy" else ""
+        )
+
+    def _answers(self, result: Evaluation) -> int:
+        return result.num_samples * self.task.answers_per_sample
 
     def _save(self, progress: Progress) -> None:
         if self.checkpoints is not None:

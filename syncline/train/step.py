@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from syncline.spans import EventLog
 from syncline.sync import GradientSync
-from syncline.train.batches import Batches
+from syncline.workload.batches import Batches
 from syncline.workload.sharding import Shard
 
 
@@ -38,11 +37,11 @@ class Worker:
 
 @dataclass(frozen=True)
 class StepResult:
-    """This rank's own shard: its mean loss, how many samples it has, and how many were classified right."""
+    """This rank's own shard: its mean loss, how many samples it has, and the sum of their scores (see Task)."""
 
     loss: float
     num_samples: int
-    num_correct: int
+    score_sum: float
 
 
 def train_step(worker: Worker, shard: Shard) -> StepResult:
@@ -60,12 +59,12 @@ def gradient_step(worker: Worker, shard: Shard) -> StepResult:
     span = worker.log.span
     empty = len(shard.indices) == 0
     with span("data"):
-        images, labels = worker.batches.train(shard)
+        inputs, targets = worker.batches.train(shard)
 
     with buffers_kept(worker.model, when=empty):
         with span("forward"):
-            logits = worker.module(images)
-            loss = cross_entropy(logits, labels, label_smoothing=worker.label_smoothing)
+            outputs = worker.module(inputs)
+            loss = worker.batches.task.loss(outputs, targets, label_smoothing=worker.label_smoothing)
 
         # The weight makes the average over ranks the mean over the global batch, also where shards are uneven.
         with span("backward"):
@@ -77,7 +76,7 @@ def gradient_step(worker: Worker, shard: Shard) -> StepResult:
 
     if empty:
         return StepResult(0.0, 0, 0)
-    return StepResult(loss.item(), len(labels), int((logits.argmax(1) == labels).sum()))
+    return StepResult(loss.item(), len(targets), worker.batches.task.score_sum(outputs, targets))
 
 
 @contextmanager

@@ -14,17 +14,18 @@ from syncline.plan import Optimizer, Plan
 from syncline.workload.models import build_model
 from syncline.workload.recorded import load_times
 from syncline.workload.replay import ReplayedModel, ReplayedOptimizer
+from syncline.workload.tasks import Task
 
 REFERENCE_BATCH = 256
 START_OF_CYCLE = 1 / 25
 """Of the peak, as in torch's OneCycleLR."""
 
 
-def make_model(plan: Plan, device: torch.device) -> nn.Module:
-    """The plan's model with the seed's weights, in training mode."""
+def make_model(plan: Plan, device: torch.device, task: Task | None = None) -> nn.Module:
+    """The plan's model with the seed's weights, for the task's inputs and classes, in training mode."""
     if plan.replayed:
         return ReplayedModel(load_times(plan.compute))
-    model = build_model(plan.model, seed=plan.seed, channels_last=plan.channels_last)
+    model = build_model(plan.model, seed=plan.seed, channels_last=plan.channels_last, task=task)
     if plan.optimizer.init == "kaiming-fan-out":
         kaiming_fan_out(model, seed=plan.seed)
     return model.to(device).train()

@@ -1,0 +1,78 @@
+"""Models by name, or a user's own as module:callable. One small file for each family."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from syncline.errors import PlanError
+from syncline.workload.models.small import CIFAR_SHAPE, cnn, mlp
+from syncline.workload.models.vgg import VGG11
+from syncline.workload.tasks import Task, classification
+
+CIFAR = classification(10, CIFAR_SHAPE)
+
+BUILDERS: dict[str, tuple[Callable[..., nn.Module], Task]] = {
+    "vgg11": (VGG11, CIFAR),
+    "cnn": (cnn, CIFAR),
+    "mlp": (mlp, CIFAR),
+}
+"""How each model is built, and the task that it is known for: taken where the data leaves it open."""
+
+
+def build_model(name: str, *, seed: int, channels_last: bool = False, task: Task | None = None) -> nn.Module:
+    """A model with weights from the seed: the same on every rank. Leaves torch's random state as it was.
+
+    Its width at the end and, where the model depends on it, its input come from the task.
+    """
+    builder = BUILDERS[name][0] if name in BUILDERS else _user_builder(name)
+    task = task or usual_task(name)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = builder(**_accepted(builder, {"num_classes": task.num_classes, "input_shape": task.input_shape}))
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model {name!r} gave a {type(model).__name__}, not a torch.nn.Module.")
+    return model.to(memory_format=torch.channels_last) if channels_last else model  # type: ignore[call-overload]
+
+
+def usual_task(name: str) -> Task:
+    """What a model is known for; CIFAR-10's task for a user's own."""
+    return BUILDERS[name][1] if name in BUILDERS else CIFAR
+
+
+def _accepted(builder: Callable[..., nn.Module], offered: dict[str, Any]) -> dict[str, Any]:
+    """Of what the task says, that which the builder has a parameter for.
+
+    A function with `**kwargs` gets num_classes: torchvision's and timm's take it that way.
+    """
+    try:
+        parameters = inspect.signature(builder).parameters
+    except ValueError:  # one of those written in C that do not say
+        return {}
+    names = set(parameters)
+    if not inspect.isclass(builder) and any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        names.add("num_classes")
+    return {name: value for name, value in offered.items() if name in names}
+
+
+def _user_builder(name: str) -> Callable[..., nn.Module]:
+    module_name, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python script.py` would: people keep the model where they stand
+    try:
+        builder = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise PlanError(
+            f"cannot load model {name!r}: {error}.",
+            action="Give module:callable, with the module in this folder or on PYTHONPATH.",
+        ) from error
+    if not callable(builder):
+        raise PlanError(f"model {name!r} is not callable.", action="Give a class or a function.")
+    return builder  # type: ignore[no-any-return]

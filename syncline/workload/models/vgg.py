@@ -1,0 +1,35 @@
+"""VGG networks (Simonyan and Zisserman 2014)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+VGG11_CHANNELS = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
+
+
+class VGG11(nn.Module):
+    """VGG-11 for 32x32 images: eight 3x3 convolutions with batch norm, one linear layer; 9,231,114 parameters."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.features = nn.Sequential(*_vgg_layers())
+        self.classifier = nn.Linear(512, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features: Tensor = self.features(images)
+        if features.shape[-2:] != (1, 1):  # images larger than 32x32
+            features = features.mean((2, 3))
+        logits: Tensor = self.classifier(features.flatten(1))
+        return logits
+
+
+def _vgg_layers() -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    channels = 3
+    for item in VGG11_CHANNELS:
+        if isinstance(item, int):
+            layers += [nn.Conv2d(channels, item, 3, padding=1), nn.BatchNorm2d(item), nn.ReLU(inplace=True)]
+            channels = item
+        else:
+            layers.append(nn.MaxPool2d(2))
+    return layers
