@@ -106,7 +106,10 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2))
 
 
-def show_fetch(what: str, done: int, total: int | None) -> None:
+def show_fetch(what: str, done: int, total: int | None, unit: str = "bytes") -> None:
+    """Progress on one line of the terminal. What is counted ends its line when all is done."""
     if sys.stderr.isatty():
-        of = f" of {format_bytes(total)}" if total else ""
-        print(f"\r{what}: {format_bytes(done)}{of}   ", end="", file=sys.stderr, flush=True)
+        count = format_bytes if unit == "bytes" else "{:,}".format
+        of = f" of {count(total)}" if total else ""
+        end = "\n" if unit != "bytes" and done == total else ""
+        print(f"\r{what}: {count(done)}{of}   ", end=end, file=sys.stderr, flush=True)

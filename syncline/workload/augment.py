@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from syncline.workload.hashing import mix, word
 from syncline.workload.images import Pixels
-
-Words = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
@@ -70,23 +69,11 @@ def draw(
     seed: int, epoch: int, samples: npt.NDArray[np.int64], padding: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Per sample: at which row and column of the padded image the crop starts, and whether to flip."""
-    bits = mix(mix(mix(_word(seed)) + _word(epoch)) + samples.astype(np.uint64))
+    bits = mix(mix(mix(word(seed)) + word(epoch)) + samples.astype(np.uint64))
     places = np.uint64(2 * padding + 1)
     rest = bits >> np.uint64(1)
     down, right = rest % places, rest // places % places
     return down.astype(np.int64), right.astype(np.int64), (bits & np.uint64(1)).astype(np.bool_)
-
-
-def _word(value: int) -> Words:
-    return np.array([value % 2**64], dtype=np.uint64)
-
-
-def mix(words: Words) -> Words:
-    """The splitmix64 hash: neighbouring inputs give unrelated outputs. Arithmetic is modulo 2^64."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
 
 
 def crop_and_flip(

@@ -64,7 +64,7 @@ def fetch_cifar10(cache: Path, *, progress: Progress | None = None, time_limit_s
     return cache
 
 
-def _silent(_what: str, _done: int, _total: int | None) -> None:
+def _silent(_what: str, _done: int, _total: int | None, _unit: str = "bytes") -> None:
     pass
 
 

@@ -6,8 +6,8 @@ bytes can be compared with the published ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,12 @@ Pixels = npt.NDArray[np.uint8]
 
 Labels = npt.NDArray[np.int64]
 
-Progress = Callable[[str, int, int | None], None]
-"""Called with what is being fetched, the bytes so far and the bytes in total (None: unknown)."""
+
+class Progress(Protocol):
+    """Called with what is being done, how much of it so far and in total (None: unknown), and what is counted."""
+
+    def __call__(self, what: str, done: int, total: int | None, unit: str = "bytes", /) -> None: ...
+
 
 CIFAR10_MEAN = (125.3 / 255, 123.0 / 255, 113.9 / 255)
 CIFAR10_DEVIATION = (63.0 / 255, 62.1 / 255, 66.7 / 255)

@@ -1,0 +1,119 @@
+"""The index of a data set as a file in the user's cache: what is listed, and what was found out about each file."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from syncline.errors import DataError
+from syncline.workload.images import Labels
+from syncline.workload.listing import Listing
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Files:
+    """Image files with labels. The paths are kept as one text: a million Python strings would be 100 MB."""
+
+    text: bytes
+    ends: npt.NDArray[np.int64]
+    labels: Labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        start = int(self.ends[index - 1]) if index else 0
+        return os.fsdecode(self.text[start : int(self.ends[index])])
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A listing and what was found out about each of its files."""
+
+    listing: Listing
+    stamps: npt.NDArray[np.int64]
+    """Size in bytes and time of the last change in nanoseconds; -1 where there is no file."""
+    found: npt.NDArray[np.uint8]
+
+
+def chosen_files(listing: Listing, chosen: npt.NDArray[np.bool_]) -> Files:
+    names = [os.fsencode(listing.paths[index]) for index in np.flatnonzero(chosen).tolist()]
+    ends = np.cumsum([len(name) for name in names], dtype=np.int64)
+    return Files(b"".join(names), ends, listing.labels[chosen])
+
+
+def index_place(kind: str, folder: Path, cache: Path) -> Path:
+    name = hashlib.blake2b(f"{kind} {folder.resolve()}".encode(), digest_size=8).hexdigest()
+    return cache / f"{kind}-{name}.npz"
+
+
+def load(place: Path) -> Checked | None:
+    """What was kept, or None: a cache that cannot be read is as good as none."""
+    try:
+        with place.open("rb") as file, np.load(file, allow_pickle=False) as kept:
+            about = json.loads(kept["about"].tobytes())
+            if about["format"] != FORMAT:
+                return None
+            files = Files(kept["text"].tobytes(), kept["ends"], kept["labels"])
+            listing = Listing(
+                kind=about["kind"],
+                folder=Path(about["folder"]),
+                paths=[files.path(index) for index in range(len(files))],
+                labels=files.labels,
+                is_test=kept["is_test"],
+                class_names=tuple(about["class_names"]),
+                dropped=about["dropped"],
+            )
+            return Checked(listing, kept["stamps"], kept["found"])
+    except Exception:
+        return None
+
+
+def save(place: Path, checked: Checked) -> None:
+    """Write aside, then rename, so that nobody reads half of it."""
+    listing = checked.listing
+    files = chosen_files(listing, np.ones(len(listing.paths), np.bool_))
+    about = {
+        "format": FORMAT,
+        "kind": listing.kind,
+        "folder": str(listing.folder),
+        "class_names": listing.class_names,
+        "dropped": listing.dropped,
+    }
+    part = place.with_suffix(f".{os.getpid()}.part")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _removed_if_left(part), part.open("wb") as file:
+            np.savez(
+                file,
+                about=np.frombuffer(json.dumps(about).encode(), np.uint8),
+                text=np.frombuffer(files.text, np.uint8),
+                ends=files.ends,
+                labels=files.labels,
+                is_test=listing.is_test,
+                stamps=checked.stamps,
+                found=checked.found,
+            )
+            file.flush()
+            part.replace(place)
+    except OSError as error:
+        action = "Free some space, or set XDG_CACHE_HOME to a folder that can be written."
+        raise DataError(f"The cache {place.parent} cannot be written: {error}.", action=action) from error
+
+
+@contextlib.contextmanager
+def _removed_if_left(part: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        part.unlink(missing_ok=True)
