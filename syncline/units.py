@@ -1,10 +1,12 @@
-"""Numbers for people: print bytes, seconds and rates with a unit that fits, and read sizes that people type."""
+"""Numbers for people: print bytes, seconds and rates with a unit that fits, and read what people type."""
 
 from __future__ import annotations
 
 import re
 
 from syncline.errors import UsageError
+
+_BITS_PER_S = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def format_seconds(seconds: float) -> str:
@@ -51,3 +53,20 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise UsageError(f"{text.strip()!r} is not a size.", action="Write it as 64kB, 1MB or a number of bytes.")
     return size
+
+
+def parse_rate(text: str) -> float:
+    """'1gbit' -> 1e9 bits per second; '2.5gbit', '100 Mbit/s' and '64kbit' too. Decimal units, as links are rated."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)(?:/s)?\s*", text.lower())
+    if found is None or float(found[1]) <= 0:
+        raise UsageError(f"{text!r} is not a rate.", action="Write it as 1gbit, 2.5gbit, 100mbit or 64kbit.")
+    return float(found[1]) * _BITS_PER_S[found[2]]
+
+
+def format_bit_rate(bits_per_s: float) -> str:
+    """1e9 -> '1 Gbit/s'; 9.42e8 -> '942 Mbit/s'."""
+    for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
+        if abs(bits_per_s) < 999.5 or unit == "Gbit/s":
+            break
+        bits_per_s /= 1000
+    return f"{bits_per_s:.3g} {unit}"

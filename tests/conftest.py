@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,9 +90,10 @@ def cli(tmp_path: Path) -> Cli:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    """Processes, listening sockets, temporary files, shared memory, network namespaces."""
+    """Processes, listening sockets, temporary files, shared memory, namespaces, bridges, mounts."""
     mark = uuid.uuid4().hex
     before = {folder: entries(folder) for folder in SHARED_FOLDERS}
+    mounts = emulation_mounts()
     scratch = tempfile.mkdtemp(prefix="session-")
     # After the fork server's own folder, which is inside and is removed with priority -100.
     Finalize(None, shutil.rmtree, (scratch,), {"ignore_errors": True}, exitpriority=-200)
@@ -101,7 +103,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
         patch.setenv("TMPDIR", scratch)
         patch.setattr(tempfile, "tempdir", None)
         yield
-        wait_for_none(lambda: leftovers(mark, Path(scratch), before), SETTLE_SECONDS)
+        wait_for_none(lambda: leftovers(mark, Path(scratch), before, mounts), SETTLE_SECONDS)
 
 
 def wait_for_none(find: Callable[[], list[str]], seconds: float) -> None:
@@ -112,7 +114,7 @@ def wait_for_none(find: Callable[[], list[str]], seconds: float) -> None:
         time.sleep(0.1)
 
 
-def leftovers(mark: str, scratch: Path, before: dict[Path, set[str]]) -> list[str]:
+def leftovers(mark: str, scratch: Path, before: dict[Path, set[str]], mounts: list[str] | None = None) -> list[str]:
     own = {os.getpid(), *helper_pids()}
     others = [pid for pid in marked_processes(mark) if pid not in own]
     found = [f"process {pid}: {command_line(pid)}" for pid in others]
@@ -122,7 +124,26 @@ def leftovers(mark: str, scratch: Path, before: dict[Path, set[str]]) -> list[st
     for folder, known in before.items():
         new = {folder / name for name in entries(folder) - known}
         found += [f"new {path}" for path in sorted(new) if not used_by_strangers(path, mark)]
+    found += [f"process {pid} holds {namespace}" for pid in own for namespace in held_namespaces(pid)]
+    found += [f"link {name}" for name in emulation_links()]
+    found += [f"mount on {target}" for target in emulation_mounts()[len(mounts or emulation_mounts()) :]]
     return found
+
+
+def held_namespaces(pid: int) -> list[str]:
+    """Namespaces that would live on because a process has them open; those it lives in are found with it."""
+    return [name for name in descriptor_targets(pid) if re.match(r"(net|mnt|uts|pid|ipc|user):\[", name)]
+
+
+def emulation_links(folder: Path = Path("/sys/class/net")) -> list[str]:
+    """Bridges and ports of emulated clusters that strayed into this network namespace."""
+    return sorted(name for name in entries(folder) if re.fullmatch(r"bridge|port\d+", name))
+
+
+def emulation_mounts(table: Path = Path("/proc/self/mountinfo")) -> list[str]:
+    """Where emulated hosts mount something, as often as something is mounted there in this namespace."""
+    targets = [line.split()[4] for line in read_quietly(table).decode().splitlines()]
+    return sorted(target for target in targets if target in ("/dev/shm", "/etc/hosts", "/proc"))
 
 
 def helper_pids() -> set[int]:

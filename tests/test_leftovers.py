@@ -102,6 +102,25 @@ def test_new_entry_of_a_shared_folder_is_found_unless_a_stranger_uses_it(tmp_pat
         assert f"new {planted}" in found(scratch, shared)
 
 
+def test_namespace_that_is_held_open_is_found(tmp_path: Path) -> None:
+    with open("/proc/self/ns/net"):
+        assert [line for line in found(tmp_path) if f"process {os.getpid()} holds net:[" in line]
+    assert found(tmp_path) == []
+
+
+def test_links_and_mounts_of_emulated_hosts_are_found(tmp_path: Path) -> None:
+    for name in ("bridge", "port12", "eth0", "br-1f", "report1"):
+        (tmp_path / name).mkdir()
+    assert conftest.emulation_links(tmp_path) == ["bridge", "port12"]
+    table = tmp_path / "mountinfo"
+    table.write_text(
+        "1 2 0:3 / / rw - ext4 a rw\n5 2 0:4 / /dev/shm rw - tmpfs a rw\n6 2 0:5 / /dev/shm rw - tmpfs a rw\n"
+    )
+    assert conftest.emulation_mounts(table) == ["/dev/shm", "/dev/shm"]
+    left = conftest.leftovers("test", tmp_path / "eth0", {}, conftest.emulation_mounts()[1:])
+    assert [line for line in left if line.startswith("mount on ")]
+
+
 def test_fork_server_of_this_process_is_no_leftover(tmp_path: Path) -> None:
     run_ranks(os.getpid, workers=1, log_dir=None)
     mark = os.environ[conftest.MARK]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.errors import UsageError
-from syncline.units import format_bytes, format_rate, format_seconds, parse_bytes
+from syncline.units import format_bit_rate, format_bytes, format_rate, format_seconds, parse_bytes, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,26 @@ def test_sizes_that_people_type(text: str, num_bytes: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_s"),
+    [("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("100 Mbit/s", 1e8), (" 64kbit ", 64e3), ("9600bit", 9600)],
+)
+def test_rates_are_read_as_people_write_them(text: str, bits_per_s: float) -> None:
+    assert parse_rate(text) == bits_per_s
+
+
+@pytest.mark.parametrize("text", ["", "1", "gbit", "1GB", "-1gbit", "0gbit", "1tbit", "1gbit 2"])
+def test_what_is_not_a_rate_is_refused_by_name(text: str) -> None:
+    with pytest.raises(UsageError, match=r"is not a rate\. Write it as 1gbit") as error:
+        parse_rate(text)
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("bits_per_s", "text"),
+    [(9600, "9.6 kbit/s"), (1e8, "100 Mbit/s"), (9.42e8, "942 Mbit/s"), (999.9e6, "1 Gbit/s"), (2.5e10, "25 Gbit/s")],
+)
+def test_rates_are_printed_with_a_unit_that_fits(bits_per_s: float, text: str) -> None:
+    assert format_bit_rate(bits_per_s) == text

@@ -1,0 +1,208 @@
+"""EmulatedCluster: hosts on this machine, joined by shaped links, for as long as the `with` block lasts.
+
+    with EmulatedCluster(2, [1e9, 1e8]) as cluster:
+        process = cluster.popen(1, ["python", "script.py"])
+        process.wait()
+
+Each host has a network, a name, processes and shared memory of its own. They are namespaces without names, held only
+by their processes, and those end with this one even if it is killed: nothing can be left behind, and two clusters
+never meet. Root is not needed where the kernel allows user namespaces.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from syncline.errors import SynclineError, UsageError
+from syncline.launcher.emulation import messages
+from syncline.launcher.emulation.links import (
+    INTERFACE,
+    MOST_HOSTS,
+    check_rate,
+    host_address,
+    host_name,
+)
+from syncline.launcher.emulation.process import HostProcess, Streams, started
+
+_END_SECONDS = 10.0
+_PACKAGES = str(Path(__file__).parents[3])
+_SWITCH = (
+    f"import sys; sys.path.append({_PACKAGES!r})\n"
+    "from syncline.launcher.emulation.switch import main\n"
+    "main(sys.argv[1:])"
+)
+
+
+class EmulatedCluster:
+    """`links` are rates in bits per second, one a host (see links.parse_links)."""
+
+    def __init__(self, hosts: int, links: Sequence[float]) -> None:
+        if not 1 <= hosts <= MOST_HOSTS:
+            raise UsageError(f"{hosts} hosts cannot be emulated.", action=f"Take 1 to {MOST_HOSTS}.")
+        if len(links) != hosts:
+            raise UsageError(f"{len(links)} links for {hosts} hosts.", action="Give one rate for each host.")
+        for rate in links:
+            check_rate(rate)
+        if not sys.platform.startswith("linux"):
+            raise UsageError(f"hosts cannot be emulated on {sys.platform}.", action="Use Linux.")
+        self.num_hosts = hosts
+        self.links = list(links)
+        self._lock = threading.Lock()
+        self._connections: list[socket.socket] = []
+        self._switch: subprocess.Popen[bytes] | None = None
+        self._processes: list[HostProcess] = []
+
+    def __enter__(self) -> Self:
+        pairs = [socket.socketpair() for _ in range(1 + self.num_hosts)]
+        self._connections = [ours for ours, _ in pairs]
+        theirs = [connection.fileno() for _, connection in pairs]
+        command = [sys.executable, "-P", "-c", _SWITCH, *map(str, theirs), *map(str, self.links)]
+        try:
+            # A session of its own: Ctrl-C is for the launcher, which then ends the hosts in good order.
+            self._switch = subprocess.Popen(
+                command, pass_fds=theirs, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+            for _, connection in pairs:
+                connection.close()
+            self._wait_until_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End every process on every host, at once, and wait until they are gone."""
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+        if self._switch is not None:
+            try:
+                self._switch.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._switch.kill()
+                self._switch.wait()
+            self._switch = None
+        for process in self._processes:
+            process.wait()
+        self._processes = []
+
+    @property
+    def interface(self) -> str:
+        """The name of a host's link, the same on each."""
+        return INTERFACE
+
+    def address(self, host: int) -> str:
+        return host_address(host)
+
+    def name(self, host: int) -> str:
+        """Also resolves to the host's address, on each of them."""
+        return host_name(host)
+
+    def popen(
+        self, host: int, command: Sequence[str | os.PathLike[str]], *, env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None, stdin: Any = None, stdout: Any = None, stderr: Any = None,
+    ) -> HostProcess:  # fmt: skip
+        """Start a program on a host. Output goes where ours goes unless said otherwise; input is empty.
+
+        `stdin`, `stdout`, `stderr` are files, descriptors, or subprocess's PIPE, DEVNULL and STDOUT. Gloo is told to
+        use the host's link, whatever the environment says about interfaces outside.
+        """
+        words = [os.fspath(word) for word in command]
+        request = {
+            "do": "start",
+            "command": words,
+            "environment": {**(os.environ if env is None else env), "GLOO_SOCKET_IFNAME": INTERFACE},
+            "folder": os.fspath(cwd) if cwd is not None else os.getcwd(),
+        }
+        streams = Streams(stdin, stdout, stderr)
+        ours, theirs = socket.socketpair()
+        try:
+            files = [streams.stdin, streams.stdout, streams.stderr, theirs.fileno()]
+            with self._lock, self._explained(host):
+                messages.send(self._host(host), request, files)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            streams.close_theirs()
+            theirs.close()
+        with self._explained(host):
+            process = started(host, words, ours)
+        for name, file in streams.ours.items():
+            setattr(process, name, file)
+        self._processes = [one for one in self._processes if one.returncode is None] + [process]
+        return process
+
+    def kill(self, host: int) -> None:
+        """End all programs on a host at once, as a crash would. The host itself stays, and can start new ones."""
+        with self._lock, self._explained(host):
+            messages.send(self._host(host), {"do": "kill"})
+            messages.receive(self._host(host))
+
+    def cut(self, host: int) -> None:
+        """Pull the cable: the host loses its carrier, and nothing passes in either direction."""
+        self._ask_switch({"do": "connect", "host": host, "connected": False})
+
+    def restore(self, host: int) -> None:
+        self._ask_switch({"do": "connect", "host": host, "connected": True})
+
+    def set_rate(self, host: int, bits_per_s: float) -> None:
+        """Change the rate of a host's link in both directions, also while it is in use."""
+        check_rate(bits_per_s)
+        self._ask_switch({"do": "rate", "host": host, "bits_per_s": bits_per_s})
+
+    def counters(self, host: int) -> dict[str, int]:
+        """`sent_bytes`, `received_bytes` and `dropped_packets` of the host's link since it was made."""
+        return self._ask_switch({"do": "counters", "host": host})
+
+    def _ask_switch(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._host(request["host"])
+        with self._lock:
+            with suppress(ConnectionError):
+                messages.send(self._connections[0], request)
+            answer, _ = messages.receive(self._connections[0])
+        if answer is None:
+            raise SynclineError("the switch of the emulated cluster has ended, and with it all links.")
+        return answer
+
+    def _host(self, host: int) -> socket.socket:
+        """The connection to a host's first process."""
+        if not 0 <= host < self.num_hosts:
+            raise IndexError(f"there is no host {host}")
+        if not self._connections:
+            raise SynclineError("the emulated cluster has ended.")
+        return self._connections[1 + host]
+
+    def _wait_until_ready(self) -> None:
+        answer, _ = messages.receive(self._connections[0])
+        if answer is None:
+            raise SynclineError("the emulated cluster ended before it was ready.")
+        if "refused" in answer:
+            raise UsageError(answer["refused"], action=answer["action"])
+
+    def _explained(self, host: int) -> _Explained:
+        return _Explained(host)
+
+
+class _Explained:
+    """A broken connection to a host's first process means that the host has ended."""
+
+    def __init__(self, host: int) -> None:
+        self._host = host
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, ConnectionError):
+            raise SynclineError(f"{host_name(self._host)} has ended.") from error

@@ -1,0 +1,149 @@
+"""A program that runs on an emulated host, seen from the launcher. Much like subprocess.Popen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from syncline.launcher.emulation import messages
+
+
+class HostProcess:
+    """`stdout` and `stderr` are binary files where a pipe was asked for, else None. Any thread may call its methods;
+    none of them depends on the thread that started the program."""
+
+    def __init__(self, host: int, command: list[str], status: socket.socket, process: int) -> None:
+        self.host = host
+        self.args = command
+        self.stdin: IO[bytes] | None = None
+        self.stdout: IO[bytes] | None = None
+        self.stderr: IO[bytes] | None = None
+        self.returncode: int | None = None
+        self._status = status
+        self._process = process
+        self._lock = threading.Lock()
+        self.pid = _pid_of(process)
+        """As seen from outside the host; inside, processes have numbers of their own."""
+
+    def fileno(self) -> int:
+        """Readable when the program has ended: for select and poll."""
+        return self._status.fileno()
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs; negative for a signal."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            left = None if end is None else max(0.0, end - time.monotonic())
+            if not _readable(self._status, left):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            with self._lock:
+                if self.returncode is None:
+                    self._take_exit_code()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """To this program alone. Nothing happens if it has ended already."""
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self.returncode is None:
+                signal.pidfd_send_signal(self._process, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of it; the program itself is not touched."""
+        for file in (self.stdin, self.stdout, self.stderr):
+            if file is not None:
+                file.close()
+
+    def _take_exit_code(self) -> None:
+        told, _ = messages.receive(self._status)
+        # The host's first process tells of every end; where it could not, it has been killed with all the rest.
+        self.returncode = -signal.SIGKILL if told is None else int(told["exit_code"])
+        self._status.close()
+        os.close(self._process)
+
+
+def started(host: int, command: list[str], status: socket.socket) -> HostProcess:
+    """What the host answers to a request to start a program."""
+    told, descriptors = messages.receive(status)
+    if told is None:
+        status.close()
+        raise BrokenPipeError(f"host{host} has ended")
+    if "errno" in told:
+        status.close()
+        raise OSError(told["errno"], told["message"], told["file"])
+    return HostProcess(host, command, status, descriptors[0])
+
+
+class Streams:
+    """The three standard files of a program that is about to start: descriptors for it, pipe ends for us."""
+
+    def __init__(self, stdin: Any, stdout: Any, stderr: Any) -> None:
+        self._to_close: list[int] = []
+        self.ours: dict[str, IO[bytes]] = {}
+        self.stdin = self._input(stdin)
+        self.stdout = self._output("stdout", stdout, 1)
+        self.stderr = self.stdout if stderr == subprocess.STDOUT else self._output("stderr", stderr, 2)
+
+    def close_theirs(self) -> None:
+        for descriptor in self._to_close:
+            os.close(descriptor)
+
+    def _input(self, given: Any) -> int:
+        if given == subprocess.PIPE:
+            reading, writing = os.pipe()
+            self._to_close.append(reading)
+            self.ours["stdin"] = os.fdopen(writing, "wb")
+            return reading
+        if given is None or given == subprocess.DEVNULL:
+            return self._null()
+        return _descriptor(given)
+
+    def _output(self, name: str, given: Any, inherited: int) -> int:
+        if given == subprocess.PIPE:
+            reading, writing = os.pipe()
+            self._to_close.append(writing)
+            self.ours[name] = os.fdopen(reading, "rb")
+            return writing
+        if given == subprocess.DEVNULL:
+            return self._null()
+        return inherited if given is None else _descriptor(given)
+
+    def _null(self) -> int:
+        descriptor = os.open(os.devnull, os.O_RDWR)
+        self._to_close.append(descriptor)
+        return descriptor
+
+
+def _descriptor(given: Any) -> int:
+    return given if isinstance(given, int) else int(given.fileno())
+
+
+def _readable(connection: socket.socket, seconds: float | None) -> bool:
+    poll = select.poll()  # select itself knows no descriptor above 1023
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else seconds * 1000))
+
+
+def _pid_of(process: int) -> int:
+    found = re.search(r"^Pid:\s*(-?\d+)", Path(f"/proc/self/fdinfo/{process}").read_text(), re.MULTILINE)
+    return int(found[1]) if found else -1

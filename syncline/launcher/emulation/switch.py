@@ -1,0 +1,185 @@
+"""The switch of an emulated cluster: a process that holds the bridge in a network namespace of its own.
+
+It starts the hosts, joins them, and then cuts, restores and reshapes links when the launcher asks for it. It ends
+with the launcher, and with it go bridge and links; no namespace has a name that could stay behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from syncline.launcher.emulation import messages
+from syncline.launcher.emulation import namespaces as ns
+from syncline.launcher.emulation.host import Keeper, furnish
+
+_END_SECONDS = 5.0
+_HOST = ns.NEW_NET | ns.NEW_UTS | ns.NEW_IPC | ns.NEW_MOUNTS | ns.NEW_PID
+_ALLOW = (
+    "Run as root; or allow user namespaces (sysctl user.max_user_namespaces=10000; on Debian "
+    "kernel.unprivileged_userns_clone=1, on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0); in a container, "
+    "start it with --privileged."
+)
+_LOAD = "The kernel needs them: modprobe -a bridge veth sch_tbf."
+
+
+class Refused(Exception):
+    """What the machine does not allow, and what to do about it."""
+
+    def __init__(self, what: str, action: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.action = action
+
+
+def main(arguments: list[str]) -> None:
+    """`control host0 host1 … rate0 rate1 …`: descriptors of connections to the launcher, then bits per second."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    launcher = os.pidfd_open(os.getppid())
+    num_hosts = (len(arguments) - 1) // 2
+    control, *hosts = (socket.socket(fileno=int(text)) for text in arguments[: 1 + num_hosts])
+    rates = [float(text) for text in arguments[1 + num_hosts :]]
+    children: list[int] = []
+    try:
+        _set_up(control, hosts, rates, launcher, children)
+    except Refused as refusal:
+        with contextlib.suppress(OSError):
+            messages.send(control, {"refused": refusal.what, "action": refusal.action})
+    finally:
+        control.close()
+        _wait_for(children)
+
+
+def _set_up(
+    control: socket.socket, hosts: list[socket.socket], rates: list[float], launcher: int, children: list[int]
+) -> None:
+    with _step("a network namespace cannot be made", _ALLOW):
+        ns.adopt_orphans()
+        if not ns.is_privileged():
+            ns.become_privileged()
+        ns.unshare(ns.NEW_NET)
+    for number, connection in enumerate(hosts):
+        others = [control, *hosts[number + 1 :]]
+        children.append(_start_host(number, len(hosts), connection, others, launcher))
+        connection.close()
+    with _step("emulated hosts cannot be joined", _LOAD):
+        namespaces = [os.open(f"/proc/{child}/ns/net", os.O_RDONLY) for child in children]
+        # Only now: the hosts' first processes do without it.
+        from pyroute2.netlink.exceptions import NetlinkError  # type: ignore[import-untyped]
+
+        from syncline.launcher.emulation.network import Network
+
+        try:
+            network = Network(namespaces, rates)
+        except NetlinkError as error:
+            raise OSError(error.code, f"{error}") from error
+        for namespace in namespaces:
+            os.close(namespace)
+    messages.send(control, {"pids": children})
+    _serve(control, network, launcher)
+
+
+@contextlib.contextmanager
+def _step(what: str, action: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Refused(f"{what}: {os.strerror(error.errno) if error.errno else error}.", action) from error
+    except ImportError as error:
+        raise Refused(f"{what}: {error}.", "Install pyroute2.") from error
+
+
+def _serve(control: socket.socket, network: Any, launcher: int) -> None:
+    poll = select.poll()
+    for descriptor in (control.fileno(), launcher):
+        poll.register(descriptor, select.POLLIN)
+    while launcher not in {descriptor for descriptor, _ in poll.poll()}:
+        request, _ = messages.receive(control)
+        if request is None:
+            return
+        messages.send(control, _obey(network, request))
+
+
+def _obey(network: Any, request: dict[str, Any]) -> dict[str, Any]:
+    host = request["host"]
+    if request["do"] == "connect":
+        network.set_connected(host, request["connected"])
+    elif request["do"] == "rate":
+        network.set_rate(host, request["bits_per_s"])
+    elif request["do"] == "counters":
+        return dict(network.counters(host))
+    return {}
+
+
+def _start_host(
+    number: int, num_hosts: int, connection: socket.socket, others: list[socket.socket], launcher: int
+) -> int:
+    """The host's first process, by pid. One in between makes the pid namespace, which only its children enter."""
+    switch = os.pidfd_open(os.getpid())
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between == 0:
+        for other in others:
+            other.close()
+        os.close(reading)
+        _become_host(number, num_hosts, connection, [launcher, switch], writing)
+    os.close(switch)
+    os.close(writing)
+    with open(reading) as told:
+        lines = dict(line.split(" ", 1) for line in told.read().splitlines())
+    os.waitpid(between, 0)
+    if "ready" in lines:
+        return int(lines["pid"])
+    error = int(lines.get("error", errno.EIO))
+    hint = (
+        "" if "pid" not in lines else " A container must allow mounting /proc: --security-opt systempaths=unconfined."
+    )
+    raise Refused(f"an emulated host cannot be made: {os.strerror(error)}.", _ALLOW + hint)
+
+
+def _become_host(number: int, num_hosts: int, connection: socket.socket, watched: list[int], telling: int) -> None:
+    """Never returns. Tells 'pid N' from outside and 'ready …' or 'error N' from inside the host."""
+    code = 1
+    try:
+        ns.unshare(_HOST)
+        first = os.fork()
+        if first != 0:
+            os.write(telling, f"pid {first}\n".encode())
+            os._exit(0)
+        furnish(number, num_hosts)
+        os.write(telling, b"ready yes\n")
+        os.close(telling)
+        Keeper(connection, watched).run()
+        code = 0
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.write(telling, f"error {error.errno}\n".encode())
+    finally:
+        os._exit(code)
+
+
+def _wait_for(children: list[int]) -> None:
+    """The kernel ends a host's processes before it lets the first one go, so after this nothing of them is left."""
+    end = time.monotonic() + _END_SECONDS
+    while children and time.monotonic() < end:
+        children = [child for child in children if not _has_ended(child)]
+        time.sleep(0.005)
+
+
+def _has_ended(child: int) -> bool:
+    try:
+        return os.waitpid(child, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return True
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,270 @@
+"""Emulated hosts: apart from each other except for the link; shaped, cut, restored; and gone with their launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import emulation_programs
+import pytest
+from conftest import MARK, living_pids, marked_processes, read_quietly, wait_until
+
+from syncline.errors import SynclineError, UsageError
+from syncline.launcher.emulation import EmulatedCluster, HostProcess
+from syncline.launcher.emulation.links import host_address, parse_links, shape_of
+
+PROGRAM = [sys.executable, emulation_programs.__file__]
+MEGABYTE = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmulatedCluster]:
+    with EmulatedCluster(3, [1e9, 1e9, 1e9]) as three_hosts:
+        yield three_hosts
+
+
+def said(cluster: EmulatedCluster, host: int, *command: str) -> str:
+    process = cluster.popen(host, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    text = process.stdout.read().decode().strip()
+    assert process.wait(20) == 0, text
+    process.close()
+    return text
+
+
+def transfer(cluster: EmulatedCluster, source: int, target: int, count: int) -> tuple[int, float]:
+    """Bytes that arrived, and the seconds it took."""
+    receiver = cluster.popen(target, [*PROGRAM, "receive", str(count)], stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
+    assert receiver.stdout.readline() == b"listening\n"
+    assert cluster.popen(source, [*PROGRAM, "send", cluster.address(target), str(count)]).wait(60) == 0
+    received, seconds = receiver.stdout.read().split()
+    assert receiver.wait(20) == 0
+    receiver.close()
+    return int(received), float(seconds)
+
+
+def test_each_host_has_its_own_name_address_and_processes(cluster: EmulatedCluster) -> None:
+    shell = "uname -n; cat /proc/net/fib_trie | grep -o '10\\.0\\.0\\.[1-9]*$' | sort -u; echo /proc/[0-9]*"
+    for host in range(3):
+        name, address, *processes = said(cluster, host, "sh", "-c", shell).split()
+        assert (name, address) == (f"host{host}", cluster.address(host)) == (cluster.name(host), host_address(host))
+        assert "/proc/1" in processes
+        assert len(processes) < 10, "a host sees its own processes only"
+
+
+def test_hosts_find_each_other_by_name(cluster: EmulatedCluster) -> None:
+    code = "import socket; print(*(socket.gethostbyname(f'host{n}') for n in range(3)))"
+    assert said(cluster, 1, sys.executable, "-c", code).split() == [cluster.address(host) for host in range(3)]
+
+
+def test_shared_memory_of_one_host_is_not_seen_on_another_nor_outside(cluster: EmulatedCluster) -> None:
+    said(cluster, 0, "sh", "-c", "echo secret > /dev/shm/only-on-host0")
+    assert "only-on-host0" in said(cluster, 0, "ls", "/dev/shm")
+    assert "only-on-host0" not in said(cluster, 1, "ls", "/dev/shm")
+    assert not Path("/dev/shm/only-on-host0").exists()
+
+
+def test_bytes_pass_over_the_links_of_the_two_hosts_and_nowhere_else(cluster: EmulatedCluster) -> None:
+    before = [cluster.counters(host) for host in range(3)]
+    assert transfer(cluster, 0, 1, MEGABYTE)[0] == MEGABYTE
+    after = [cluster.counters(host) for host in range(3)]
+    sent = [new["sent_bytes"] - old["sent_bytes"] for new, old in zip(after, before, strict=True)]
+    received = [new["received_bytes"] - old["received_bytes"] for new, old in zip(after, before, strict=True)]
+    assert MEGABYTE < sent[0] < 1.1 * MEGABYTE, "data and headers"
+    assert MEGABYTE < received[1] < 1.1 * MEGABYTE
+    assert max(sent[1], received[0], sent[2], received[2]) < 0.1 * MEGABYTE, "answers only"
+
+
+def test_link_is_no_faster_than_its_rate_in_either_direction() -> None:
+    ideal_s = 8 * MEGABYTE / 16e6
+    with EmulatedCluster(2, [1e9, 16e6]) as cluster:
+        for source, target in ((0, 1), (1, 0)):
+            received, seconds = transfer(cluster, source, target, MEGABYTE)
+            assert received == MEGABYTE
+            assert seconds > 0.9 * ideal_s
+        cluster.set_rate(1, 4e6)
+        assert transfer(cluster, 0, 1, MEGABYTE // 4)[1] > 0.9 * ideal_s, (
+            "a quarter of the bytes at a quarter of the rate"
+        )
+
+
+def test_nothing_passes_a_link_that_is_cut_until_it_is_restored(cluster: EmulatedCluster) -> None:
+    receiver = cluster.popen(1, [*PROGRAM, "receive", "1"], stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
+    receiver.stdout.readline()
+    before = cluster.counters(1)
+    cluster.cut(1)
+    assert cluster.popen(0, [*PROGRAM, "reach", "host1"]).wait(20) == 1
+    assert cluster.counters(1)["received_bytes"] == before["received_bytes"]
+    cluster.restore(1)
+    wait_until(lambda: cluster.popen(0, [*PROGRAM, "reach", "host1"]).wait(20) == 0, 20, "the link comes back")
+    receiver.wait(20)
+    receiver.close()
+
+
+def test_programs_end_with_their_exit_code_or_signal(cluster: EmulatedCluster) -> None:
+    assert cluster.popen(0, ["sh", "-c", "exit 7"]).wait(20) == 7
+    sleeper = cluster.popen(0, ["sleep", "300"])
+    assert sleeper.poll() is None
+    commands = Path(f"/proc/{sleeper.pid}/cmdline")
+    wait_until(lambda: read_quietly(commands) == b"sleep\x00300\x00", 10, "the pid is the one seen from outside")
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeper.wait(0.01)
+    sleeper.terminate()
+    assert sleeper.wait(20) == -signal.SIGTERM
+    sleeper.terminate()
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        cluster.popen(0, ["no-such-program"])
+
+
+def test_input_environment_and_folder_reach_the_program(cluster: EmulatedCluster, tmp_path: Path) -> None:
+    process = cluster.popen(
+        2, ["sh", "-c", "cat; echo $WORD $GLOO_SOCKET_IFNAME; pwd"], cwd=tmp_path,
+        env={"WORD": "hello", "PATH": os.environ["PATH"]}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"given\n")
+    process.stdin.close()
+    assert process.stdout.read().decode().split() == ["given", "hello", cluster.interface, str(tmp_path)]
+    assert process.wait(20) == 0
+    process.close()
+
+
+def test_program_outlives_the_thread_that_started_it(cluster: EmulatedCluster) -> None:
+    started: list[HostProcess] = []
+    thread = threading.Thread(target=lambda: started.append(cluster.popen(0, ["sleep", "300"])))
+    thread.start()
+    thread.join()
+    with pytest.raises(subprocess.TimeoutExpired):
+        started[0].wait(0.3)
+    started[0].kill()
+    assert started[0].wait(20) == -signal.SIGKILL
+
+
+def test_killing_a_host_ends_all_its_programs_and_no_others(cluster: EmulatedCluster) -> None:
+    doomed = [cluster.popen(1, ["sleep", "300"]) for _ in range(2)]
+    safe = cluster.popen(0, ["sleep", "300"])
+    cluster.kill(1)
+    assert [process.wait(20) for process in doomed] == [-signal.SIGKILL] * 2
+    assert safe.poll() is None
+    safe.kill()
+    assert said(cluster, 1, "uname", "-n") == "host1", "a host can start new programs"
+
+
+def test_two_clusters_with_the_same_addresses_do_not_meet(cluster: EmulatedCluster) -> None:
+    with EmulatedCluster(1, [1e9]) as other:
+        assert other.address(0) == cluster.address(0)
+        lonely = other.popen(0, [*PROGRAM, "receive", "1"], stdout=subprocess.PIPE)
+        assert lonely.stdout is not None
+        lonely.stdout.readline()
+        assert cluster.popen(1, [*PROGRAM, "reach", "host0"]).wait(20) == 1, "that one listens in the other cluster"
+        assert other.popen(0, [*PROGRAM, "reach", "host0"]).wait(20) == 0
+        lonely.wait(20)
+        lonely.close()
+
+
+def of_session(mark: str) -> list[int]:
+    return [pid for pid in marked_processes(mark) if pid in living_pids()]
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    """Not the hosts, not what they run, not even what tried to get away."""
+    mark = f"{os.environ[MARK]}-killed"
+    ready = tmp_path / "ready"
+    launcher = subprocess.Popen([*PROGRAM, "hold", str(ready)], env={**os.environ, MARK: mark})
+    wait_until(ready.exists, 30, "the cluster is up")
+    pids = of_session(mark)
+    networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
+    assert len(pids) >= 8, "launcher, switch, 2 first processes, 2 sleepers, 2 daemons"
+    assert len(networks) == 4, "ours, the switch's, two hosts'"
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: not of_session(mark), 10, "every process ends")
+    networks.remove(os.readlink("/proc/self/ns/net"))
+    left = [pid for pid in living_pids() if namespace_of(pid) in networks]
+    assert left == [], "a namespace lives as long as a process in it"
+    assert not Path("/dev/shm/segment").exists()
+
+
+def namespace_of(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return ""
+
+
+def test_programs_end_with_the_cluster() -> None:
+    with EmulatedCluster(1, [1e9]) as cluster:
+        cluster.popen(0, [*PROGRAM, "daemon"]).wait(20)
+        process = cluster.popen(0, ["sleep", "300"])
+    assert process.wait(20) == -signal.SIGKILL
+    assert namespace_of(process.pid) == ""
+    with pytest.raises(SynclineError, match="has ended"):
+        cluster.popen(0, ["true"])
+
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives privileges up, so it needs them first")
+
+
+@as_root
+def test_user_namespace_takes_the_place_of_root() -> None:
+    done = subprocess.run([*PROGRAM, "powerless", "setfcap", *PROGRAM, "two_hosts"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "100000 0\n"), done.stdout + done.stderr
+
+
+@as_root
+def test_where_neither_is_allowed_the_error_says_what_to_allow() -> None:
+    """Since Linux 5.12 root's own number can be mapped only with a privilege that is gone here."""
+    done = subprocess.run([*PROGRAM, "powerless", "nothing", *PROGRAM, "two_hosts"], capture_output=True, text=True)
+    assert done.returncode == UsageError.exit_code, done.stdout + done.stderr
+    for words in ("a network namespace cannot be made", "Run as root", "user namespaces", "--privileged"):
+        assert words in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "rates"),
+    [
+        ("1gbit", 3, [1e9, 1e9, 1e9]),
+        ("1gbit,100mbit", 2, [1e9, 1e8]),
+        ("2.5gbit", 1, [2.5e9]),
+    ],
+)
+def test_links_are_one_rate_or_one_a_host(text: str, hosts: int, rates: list[float]) -> None:
+    assert parse_links(text, hosts) == rates
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "words"),
+    [
+        ("1gbit,1gbit", 3, "2 rates for 3 hosts"),
+        ("fast", 2, "'fast' is not a rate"),
+        ("1gbit", 0, "0 hosts"),
+        ("1gbit", 65, "1 to 64"),
+        ("1kbit", 2, "1 kbit/s cannot be emulated"),
+        ("100gbit", 2, "100 Gbit/s cannot be emulated"),
+    ],
+)
+def test_links_that_cannot_be_are_refused(text: str, hosts: int, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parse_links(text, hosts)
+
+
+@pytest.mark.parametrize("rate", [1e5, 1e7, 1e8, 1e9, 2.5e9, 1e10, 34e9])
+def test_packets_fit_into_the_burst_with_their_headers(rate: float) -> None:
+    """Else the bucket would cut each into frames, and be slower than its rate."""
+    shape = shape_of(rate)
+    assert shape.packet * 1514 / 1448 < shape.burst
+    assert shape.burst < 0.0006 * rate / 8 or shape.burst < 75_000, "little beside what the link carries in a second"
+    assert shape.burst < shape.queue < 2**32
+    assert shape.bytes_per_s < 2**32
+
+
+def test_hosts_have_distinct_addresses_beyond_256() -> None:
+    assert len({host_address(host) for host in range(1000)}) == 1000
