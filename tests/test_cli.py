@@ -53,6 +53,7 @@ VERBS = {
     "schedule": ["--workers", "--output", "--help"],
     "runs": ["--root", "--json", "--help"],
     "data": ["--data-dir", "--help"],
+    "cluster": ["--help"],
 }
 SMALL = ("--model", "mlp", "--data", "synthetic", "--set", "evaluate=false")
 
@@ -161,6 +162,9 @@ def test_wrong_plan_file_is_refused(content: str, words: list[str], cli: Cli, tm
         (["compare", "--methods", ","], ["no method"]),
         (["compare", "--steps", "0"], ["steps", "0"]),
         (["data", "imagenet"], ["'imagenet'"]),
+        (["cluster", "run", "--link", "fast", "--", "true"], ["'fast' is not a rate", "1gbit"]),
+        (["cluster", "run", "--hosts", "3", "--link", "1gbit,1gbit", "--", "true"], ["2 rates for 3 hosts"]),
+        (["cluster", "run", "--", "no-such-program"], ["no-such-program", "python my_script.py"]),
     ],
 )
 def test_other_verbs_refuse_the_same_way(arguments: list[str], words: list[str], cli: Cli, tmp_path: Path) -> None:

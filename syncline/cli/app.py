@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import syncline
+from syncline.cli.cluster import cluster
 from syncline.cli.compare import compare
 from syncline.cli.data import data
 from syncline.cli.launch import launch
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 for verb in (train, compare, verify, probe, launch, methods, schedule, runs, data):
     app.command()(verb)
+app.add_typer(cluster, name="cluster")
 
 
 @app.callback(invoke_without_command=True)

@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Self
 
 from syncline.errors import SynclineError, UsageError
@@ -31,14 +30,9 @@ from syncline.launcher.emulation.links import (
     host_name,
 )
 from syncline.launcher.emulation.process import HostProcess, Streams, started
+from syncline.launcher.emulation.programs import program
 
 _END_SECONDS = 10.0
-_PACKAGES = str(Path(__file__).parents[3])
-_SWITCH = (
-    f"import sys; sys.path.append({_PACKAGES!r})\n"
-    "from syncline.launcher.emulation.switch import main\n"
-    "main(sys.argv[1:])"
-)
 
 
 class EmulatedCluster:
@@ -64,7 +58,7 @@ class EmulatedCluster:
         pairs = [socket.socketpair() for _ in range(1 + self.num_hosts)]
         self._connections = [ours for ours, _ in pairs]
         theirs = [connection.fileno() for _, connection in pairs]
-        command = [sys.executable, "-P", "-c", _SWITCH, *map(str, theirs), *map(str, self.links)]
+        command = program("syncline.launcher.emulation.switch", *map(str, theirs), *map(str, self.links))
         try:
             # A session of its own: Ctrl-C is for the launcher, which then ends the hosts in good order.
             self._switch = subprocess.Popen(

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -179,7 +178,3 @@ def _has_ended(child: int) -> bool:
         return os.waitpid(child, os.WNOHANG)[0] != 0
     except ChildProcessError:
         return True
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
