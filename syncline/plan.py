@@ -141,6 +141,21 @@ class Measure(Section):
     """Steps without synchronisation before the run: the bare compute time. They leave no trace; 0 for none."""
 
 
+class Inject(Section):
+    """A fault on purpose, to see what a slow rank does to the others and that `syncline explain` finds it."""
+
+    rank: int | None = Field(None, ge=0)
+    """The rank that is slowed down; none if absent."""
+    phase: Literal["data", "forward", "backward", "update"] = "backward"
+    """Where the delay is."""
+    delay_ms: float = Field(0.0, ge=0)
+    """How long the rank sleeps in that phase."""
+    every: int = Field(1, ge=1)
+    """Steps from one delay to the next."""
+    threads: int | None = Field(None, ge=1)
+    """Compute threads of the slow rank, where they differ from the others'."""
+
+
 class Checkpoint(Section):
     every: int | None = Field(None, ge=1)
     """Steps between checkpoints; at the end of each epoch if absent."""
@@ -188,6 +203,7 @@ class Plan(Section):
     deadline_s: float = Field(120.0, gt=0)
     """Longest wait for other ranks in one operation."""
     measure: Measure = Measure()
+    inject: Inject = Inject()
     checkpoint: Checkpoint = Checkpoint()
 
     @field_validator("method")
@@ -250,6 +266,11 @@ class Plan(Section):
                 f"global_batch {self.global_batch} is smaller than workers {self.workers}: "
                 "every worker needs at least one sample."
             )
+        if self.inject.rank is not None and self.inject.rank >= self.workers:
+            last = self.workers - 1
+            raise ValueError(
+                f"inject.rank is {self.inject.rank}, but with {self.workers} workers the last is {last}."
+            )
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend nccl needs device cuda: take gloo, or device cuda.")
         if self.method == "mpi" and self.device != "cpu":
@@ -288,6 +309,11 @@ class Plan(Section):
         if changes.get("recipe", self.recipe) != self.recipe:
             del kept["optimizer"]
         return parse_plan({**kept, **changes})
+
+    def threads_of(self, rank: int) -> int:
+        """Compute threads of a rank: as many as the others', but for one that is slowed down on purpose."""
+        slowed = self.inject.threads if rank == self.inject.rank else None
+        return slowed or self.threads or 1
 
     def options_for(self, method: str) -> dict[str, Any]:
         """The options that this method takes, for comparisons of several methods under one plan."""

@@ -6,7 +6,11 @@ but the last second can be read; a line cut short is the only damage possible.
     {"seq": 7, "kind": "phase", "name": "forward", "step": 3, "start": …, "end": …}
     {"seq": 8, "kind": "collective", "name": "all_reduce", "label": "classifier.bias", "bytes": 40,
      "ready": …, "start": …, "end": …, "step": 3}
-    {"seq": 9, "kind": "loss", "value": 2.302, "samples": 64, "step": 3}
+    {"seq": 9, "kind": "pack", "label": "bucket 0", "start": …, "end": …, "busy": …, "step": 3}
+    {"seq": 10, "kind": "loss", "value": 2.302, "samples": 64, "step": 3}
+
+A pack record is time that the computing thread spent on copying gradients into or out of a bucket, or on dividing
+them: `busy` nanoseconds in all between start and end. `measure/events.py` reads the files of all ranks.
 
 Times are nanoseconds. Measuring is a span around the code; no algorithm holds a timer.
 """
@@ -16,6 +20,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,10 +37,12 @@ Record = dict[str, Any]
 class EventLog:
     """One rank's log. Without a path it only remembers, in `records`; with keep=False not even that.
 
-    Any thread may add records; `step` and `method` are stamped on each.
+    Any thread may add records; `step` and `method` are stamped on each. `about` goes into the header: threads, host.
     """
 
-    def __init__(self, path: Path | None = None, *, rank: int = 0, world_size: int = 1, keep: bool = True) -> None:
+    def __init__(
+        self, path: Path | None = None, *, rank: int = 0, world_size: int = 1, keep: bool = True, **about: Any
+    ) -> None:
         self.rank = rank
         self.off = path is None and not keep
         self.step = -1
@@ -48,7 +55,7 @@ class EventLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             _cut_unfinished_line(path)
             self._file = path.open("a")
-            self._write([_header(rank, world_size)])
+            self._write([{**_header(rank, world_size), **about}])
 
     def span(self, name: str) -> Span:
         """Context manager: a phase of the step, from entry to exit, also when it raises."""
@@ -61,6 +68,11 @@ class EventLog:
         if self.method:
             record["method"] = self.method
         self.records.append(record)
+
+    def pack(self, label: str, start_ns: int) -> None:
+        """Copying or dividing gradients on the computing thread, from `start_ns` to now."""
+        end_ns = time.monotonic_ns()
+        self.add("pack", label=label, start=start_ns, end=end_ns, busy=end_ns - start_ns)
 
     def flush(self, *, force: bool = False) -> None:
         """Write what is new if the last write is a second old. Call it between steps, where no one waits."""
@@ -136,4 +148,12 @@ def _header(rank: int, world_size: int) -> Record:
         "world_size": world_size,
         "wall_ns": time.time_ns(),
         "monotonic_ns": time.monotonic_ns(),
+        "clock": clock_identity(),
     }
+
+
+def clock_identity() -> str:
+    """Ranks with the same one read the same monotonic clock: one boot of one kernel, one time namespace."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+    boot_id = boot.read_text().strip() if boot.exists() else platform.node()
+    return f"{boot_id} {namespace.stat().st_ino if namespace.exists() else 0}"

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from syncline.comm import Communicator, instrumented
+from syncline.comm.clock import note_clock
 from syncline.comm.mpi_backend import aborting, connect_mpi
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.comm.torch_backend import connect
@@ -42,6 +43,7 @@ from syncline.store import RunFolder, create_run, resumable_run
 from syncline.sync import make_sync
 from syncline.sync.bucketed import WIRE_DTYPES
 from syncline.train.checkpoint import Progress
+from syncline.train.delays import delays_of
 from syncline.train.loop import Loop
 from syncline.train.replay import ReplayedBatches
 from syncline.train.step import Worker
@@ -134,7 +136,8 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
     rank.log.method = plan.method
     sync = make_sync(plan.method, rank.communicator, log=rank.log, **plan.options_for(plan.method))
     optimizer, smoothing = make_optimizer(plan, model), plan.optimizer.label_smoothing
-    worker = Worker(model, sync.attach(model), sync, optimizer, batches, rank.log, smoothing)
+    delays = delays_of(plan, rank.number)
+    worker = Worker(model, sync.attach(model), sync, optimizer, batches, rank.log, smoothing, delays)
     sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, plan.workers)
     with Display(rank=rank.number, quiet=quiet, counted=batches.task.unit) as display:
         checkpoints = None if plan.replayed else run.checkpoints
@@ -196,15 +199,20 @@ def _joined(plan: Plan, events: Path | None, backend: Communicator | None = None
     """This rank in its world. On an error nothing is torn down: a broken group may take minutes to close, and the
     process is about to end."""
     place = _placement(plan)
-    torch.set_num_threads(plan.threads or 1)
+    torch.set_num_threads(plan.threads_of(place.rank))
     keep_freed_memory()
     device = _device(plan, place)
     backend = backend or _backend(plan, place)
-    log = EventLog(events and events / f"rank-{place.rank}.jsonl", rank=place.rank, world_size=place.world_size)
+    log = EventLog(
+        events and events / f"rank-{place.rank}.jsonl", rank=place.rank, world_size=place.world_size,
+        host=place.host_index, threads=plan.threads_of(place.rank),
+    )  # fmt: skip
     watch.on_stop(lambda: log.flush(force=True))
     communicator = instrumented(backend, log, deadline_s=plan.deadline_s)
     try:
+        note_clock(communicator, log)
         yield Rank(plan, communicator, device, log)
+        note_clock(communicator, log)
     except BaseException:
         log.flush(force=True)
         raise

@@ -139,7 +139,7 @@ def test_phases_are_logged_in_order() -> None:
         train_step(make_worker("cnn", "all-reduce", comm, log), shard_of(comm, 4, 0))
         return [record["name"] for record in log.records if record["kind"] == "phase"]
 
-    assert on_threads(2, live) == [["data", "forward", "backward", "sync", "update"]] * 2
+    assert on_threads(2, live) == [["data", "forward", "backward", "sync", "score", "update"]] * 2
 
 
 @pytest.mark.parametrize("method", [*ON_THREADS, "single"])

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class Operation:
     """What the tensor is, for people: usually a parameter's name."""
     ready_ns: int | None = None
     """When the tensor held its value, if the caller knows; else the moment of the call."""
+    waited_later: bool = False
+    """The caller does something else before it waits, so the wait says nothing about when the operation ended."""
 
     @property
     def num_bytes(self) -> int:
@@ -45,6 +47,13 @@ class Work(Protocol):
     """An operation under way. `wait` returns when it is done, or raises a CommunicationError."""
 
     def wait(self) -> None: ...
+
+
+@runtime_checkable
+class TellsWhenDone(Protocol):
+    """A work that can say when it ended to somebody who does not wait for it."""
+
+    def when_done(self, callback: Callable[[], None]) -> None: ...
 
 
 class Communicator(ABC):

@@ -67,6 +67,12 @@ class _TorchWork:
         if work is not None:
             _translated(work.wait)
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call back from the thread that ends the operation, as soon as it ends. Not for sends, which have no future,
+        nor on a GPU, whose future is done before the GPU is."""
+        if self._work is not None and not torch.cuda.is_available():
+            self._work.get_future().add_done_callback(lambda _: callback())
+
 
 def connect(
     *, backend: str, rank: int, world_size: int, deadline: timedelta, host_index: int = 0

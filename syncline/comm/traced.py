@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from syncline.comm.communicator import Communicator, Operation, Work
+from syncline.comm.communicator import Communicator, Operation, TellsWhenDone, Work
 from syncline.comm.wrapper import Wrapper
 from syncline.spans import EventLog
 
@@ -34,15 +34,21 @@ class _TracedWork:
         self.log = log
         self.operation = operation
         self.start_ns = start_ns
+        self.end_ns: int | None = None
+        if operation.waited_later and not log.off and isinstance(work, TellsWhenDone):
+            work.when_done(self._ended)
 
     def wait(self) -> None:
         self.work.wait()
-        _note(self.log, self.operation, self.start_ns)
+        _note(self.log, self.operation, self.start_ns, self.end_ns)
+
+    def _ended(self) -> None:
+        self.end_ns = time.monotonic_ns()
 
 
-def _note(log: EventLog, operation: Operation, start_ns: int) -> None:
+def _note(log: EventLog, operation: Operation, start_ns: int, end_ns: int | None = None) -> None:
     ready_ns = start_ns if operation.ready_ns is None else operation.ready_ns
     log.add(
         "collective", name=operation.name, label=operation.label, bytes=operation.num_bytes,
-        ready=ready_ns, start=start_ns, end=time.monotonic_ns(),
+        ready=ready_ns, start=start_ns, end=end_ns or time.monotonic_ns(),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from syncline.measure.statistics import spread, timing
 from syncline.plan import Plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync
+from syncline.train.delays import delays_of
 from syncline.train.loop import Observer
 from syncline.train.step import Worker, train_step
 from syncline.workload.batches import Batches
@@ -89,11 +90,13 @@ class Comparison:
         model = make_model(self.plan, self.device, self.batches.task)
         sync = make_sync(entry.method, self.communicator, log=self.log, **self.plan.options_for(entry.method))
         optimizer, smoothing = make_optimizer(self.plan, model), self.plan.optimizer.label_smoothing
-        return Worker(model, sync.attach(model), sync, optimizer, self.batches, self.log, smoothing)
+        delays = delays_of(self.plan, self.communicator.rank)
+        return Worker(model, sync.attach(model), sync, optimizer, self.batches, self.log, smoothing, delays)
 
     def _take_turn(self, entry: Contender, worker: Worker | None, round_index: int) -> None:
         shard = self._shard(entry, round_index)
-        torch.set_num_threads(entry.threads)
+        slowed = self.plan.inject.threads if self.communicator.rank == self.plan.inject.rank else None
+        torch.set_num_threads(slowed or entry.threads)
         self._meet()
         start_ns = time.monotonic_ns()
         if worker is not None:

@@ -56,4 +56,7 @@ def make_sync(
     given = {**PRESETS.get(method, {}), **options}
     if method in ("ddp", "shared-memory"):
         given["log"] = log  # their transfers do not pass the communicator
-    return CLASSES[method](communicator, **given)
+    sync = CLASSES[method](communicator, **given)
+    if log is not None:
+        sync.log = log
+    return sync

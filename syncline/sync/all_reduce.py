@@ -6,6 +6,8 @@ backward.
 
 from __future__ import annotations
 
+import time
+
 from torch import Tensor
 
 from syncline.sync.base import AfterBackward
@@ -14,4 +16,6 @@ from syncline.sync.base import AfterBackward
 class AllReduce(AfterBackward):
     def average(self, name: str, gradient: Tensor, ready_ns: int) -> None:
         self.communicator.all_reduce(gradient, label=name, ready_ns=ready_ns)
+        start_ns = time.monotonic_ns()
         gradient.div_(self.communicator.world_size)
+        self.log.pack(name, start_ns)

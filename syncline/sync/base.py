@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import ContractError, PlanError
+from syncline.spans import EventLog
 from syncline.sync.hooks import CommHook
 
 
@@ -33,6 +34,8 @@ class GradientSync(ABC):
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
+        self.log = EventLog(keep=False)
+        """Where time spent on copying gradients is noted; make_sync puts the rank's own here."""
         self._paused = False
         self._hooks: list[RemovableHandle] = []
 

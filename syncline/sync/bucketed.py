@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -74,7 +75,9 @@ class Bucketed(FlatSync):
         for bucket, work in zip(self.layout.buckets, self._sender.collect(len(self.layout.buckets)), strict=True):
             work.wait()
             if self.scale_early is None and self._hook is None:
+                start_ns = time.monotonic_ns()
                 self._range(bucket).div_(self.communicator.world_size)
+                self.log.pack("all gradients", start_ns)
         if not self._rebuilt:
             self._rebuild(list(self._ready))
 
@@ -211,7 +214,9 @@ class _Sender:
         label = f"bucket {task.number}"
         with self._channels[which].scope(label):
             if self._executors is None:
-                operation = Operation("all_reduce", task.values, label=label, ready_ns=task.ready_ns)
+                operation = Operation(
+                    "all_reduce", task.values, label=label, ready_ns=task.ready_ns, waited_later=True
+                )
                 return self._channels[which].start(operation)
             self._executors[which].sum(task.values, label=label, ready_ns=task.ready_ns)
             return _Done()

@@ -73,16 +73,20 @@ class DDP(GradientSync):
         self._module = None
 
     def _traced_all_reduce(self, log: EventLog, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        # torch has copied the gradients into the bucket by now, and copies them out after the last bucket: neither
+        # can be seen from here. What can is the division.
+        ready_ns = time.monotonic_ns()
         buffer = bucket.buffer().div_(self._group.size())
         start_ns = time.monotonic_ns()
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         assert work is not None
+        log.add("pack", label=f"bucket {bucket.index()}", start=ready_ns, end=start_ns, busy=start_ns - ready_ns)
         label, num_bytes = f"bucket {bucket.index()}", buffer.numel() * buffer.element_size()
 
         def note(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             log.add(
                 "collective", name="all_reduce", label=label, bytes=num_bytes,
-                ready=start_ns, start=start_ns, end=time.monotonic_ns(),
+                ready=ready_ns, start=start_ns, end=time.monotonic_ns(),
             )  # fmt: skip
             return future.value()[0]
 

@@ -45,6 +45,7 @@ class FlatSync(GradientSync):
         self._parameters: list[nn.Parameter] = []
         self._under_way = False
         self._idle = False
+        self._pack_start_ns = self._pack_end_ns = self._pack_busy_ns = 0
         self.layout = Layout((), (), {})
 
     # What a subclass adds.
@@ -95,6 +96,7 @@ class FlatSync(GradientSync):
             if number not in self._ready:
                 self._settle_untouched(number, parameter)
         self._announce()
+        self._note_pack()
         self.complete()
         self._settle_unused()
         self._begin_step()
@@ -189,18 +191,35 @@ class FlatSync(GradientSync):
         """The gradient into its place in the buffer, and `.grad` onto that place."""
         view, gradient, factor = self._views[number], parameter.grad, self.scale_early
         assert gradient is not None
+        start_ns = time.monotonic_ns()
         with torch.no_grad():
             if gradient.data_ptr() != view.data_ptr():
                 torch.mul(gradient, factor, out=view) if factor is not None else view.copy_(gradient)
                 parameter.grad = view
             elif factor is not None:
                 view.mul_(factor)
-        self._note_ready(number)
+        self._note_ready(number, start_ns)
 
-    def _note_ready(self, number: int) -> None:
-        self._ready[number] = time.monotonic_ns()
+    def _note_ready(self, number: int, start_ns: int) -> None:
+        self._ready[number] = end_ns = time.monotonic_ns()
         for bucket in self._buckets_of[number]:
             self._missing[bucket] -= 1
+        # Added up, because a record for each parameter would cost more than some copies do.
+        self._pack_start_ns = self._pack_start_ns or start_ns
+        self._pack_busy_ns += end_ns - start_ns
+        self._pack_end_ns = end_ns
+
+    def _note_pack(self) -> None:
+        """All copying into the buffers of this step: one record."""
+        if self._pack_start_ns:
+            self.log.add(
+                "pack",
+                label="all gradients",
+                start=self._pack_start_ns,
+                end=self._pack_end_ns,
+                busy=self._pack_busy_ns,
+            )
+        self._pack_start_ns = self._pack_busy_ns = 0
 
     def _announce(self) -> None:
         """Hand on every bucket whose turn it is: in bucket order on all ranks, whatever order they fill in."""
@@ -213,10 +232,10 @@ class FlatSync(GradientSync):
         if parameter.grad is not None:
             self._put_in_place(number, parameter)
             return
-        slot = self.layout.slots[number]
+        slot, start_ns = self.layout.slots[number], time.monotonic_ns()
         self._views[number].zero_()
         self._buffers[slot.group][slot.flag] = 1
-        self._note_ready(number)
+        self._note_ready(number, start_ns)
 
     def _settle_unused(self) -> None:
         """A flag that is set on any rank is set in the sum, so all ranks come here together."""

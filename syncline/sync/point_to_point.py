@@ -5,6 +5,8 @@ The same bytes as gather-scatter over the same link, but rank 0's receives are p
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,8 @@ class PointToPoint(AfterBackward):
         parts = [torch.empty_like(gradient) for _ in others]
         for work in [comm.receive(part, rank, label=name) for part, rank in zip(parts, others, strict=True)]:
             work.wait()
+        start_ns = time.monotonic_ns()
         gradient.copy_(mean_in_rank_order([gradient, *parts]))
+        self.log.pack(name, start_ns)
         for work in [comm.send(gradient, rank, label=name, ready_ns=ready_ns) for rank in others]:
             work.wait()

@@ -9,7 +9,7 @@ gradient, the one that a single worker would compute on the whole batch, so all 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from syncline.spans import EventLog
 from syncline.sync import GradientSync
+from syncline.train.delays import NO_DELAYS, Delayed, Delays
 from syncline.workload.batches import Batches
 from syncline.workload.sharding import Shard
 
@@ -33,6 +34,12 @@ class Worker:
     batches: Batches
     log: EventLog
     label_smoothing: float = 0.0
+    delays: Delays = NO_DELAYS
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A part of the step in the log; it begins with a pause where the plan injects one."""
+        span, pause_s = self.log.span(name), self.delays.pause_s(name, self.log.step)
+        return Delayed(span, pause_s) if pause_s else span
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ def train_step(worker: Worker, shard: Shard) -> StepResult:
     result = gradient_step(worker, shard)
 
     # Every rank holds the same gradient and the same optimiser state, so all copies of the model stay equal.
-    with worker.log.span("update"):
+    with worker.phase("update"):
         worker.optimizer.step()
         worker.optimizer.zero_grad()
     return result
@@ -56,27 +63,28 @@ def train_step(worker: Worker, shard: Shard) -> StepResult:
 
 def gradient_step(worker: Worker, shard: Shard) -> StepResult:
     """All of a step but the update: afterwards every .grad is the mean over the global batch."""
-    span = worker.log.span
+    phase = worker.phase
     empty = len(shard.indices) == 0
-    with span("data"):
+    with phase("data"):
         inputs, targets = worker.batches.train(shard)
 
     with buffers_kept(worker.model, when=empty):
-        with span("forward"):
+        with phase("forward"):
             outputs = worker.module(inputs)
             loss = worker.batches.task.loss(outputs, targets, label_smoothing=worker.label_smoothing)
 
         # The weight makes the average over ranks the mean over the global batch, also where shards are uneven.
-        with span("backward"):
+        with phase("backward"):
             (loss * shard.weight).backward()
 
     # Methods that overlap have sent most by now; what is left here is the communication that a user pays for.
-    with span("sync"):
+    with phase("sync"):
         worker.sync.finish()
 
     if empty:
         return StepResult(0.0, 0, 0)
-    return StepResult(loss.item(), len(targets), worker.batches.task.score_sum(outputs, targets))
+    with phase("score"):
+        return StepResult(loss.item(), len(targets), worker.batches.task.score_sum(outputs, targets))
 
 
 @contextmanager

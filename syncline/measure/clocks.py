@@ -1,0 +1,50 @@
+"""One clock for all ranks: how a rank's times are put on rank 0's clock, and how far that may be wrong.
+
+Ranks on one host read the same monotonic clock. Between hosts, ranks ping rank 0 (`comm/clock.py`) at the start and
+at the end of a run; between those moments a clock is taken to drift evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from syncline.spans import Record
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Add `offset_ns` (at `at_ns`, growing by `drift` per nanosecond) to a rank's time to have rank 0's."""
+
+    source: Literal["same clock", "ping", "wall clock"]
+    offset_ns: int = 0
+    at_ns: int = 0
+    drift: float = 0.0
+    interval_ns: int = 0
+    """The true offset lies this far or less from the one that is used: half the shortest round trip."""
+
+    @property
+    def is_same(self) -> bool:
+        return self.source == "same clock"
+
+    def apply(self, time_ns: int) -> int:
+        return time_ns + self.offset_ns + round((time_ns - self.at_ns) * self.drift)
+
+
+def align(header: Record, reference: Record, exchanges: Sequence[Record]) -> Alignment:
+    """From the headers of a rank and of the reference rank, and the rank's clock records."""
+    if header is reference or header.get("clock") == reference.get("clock"):
+        return Alignment("same clock")
+    if not exchanges:
+        offset = _since_epoch(header) - _since_epoch(reference)
+        return Alignment("wall clock", offset, header["monotonic_ns"])
+    first, last = exchanges[0], exchanges[-1]
+    passed = last["at"] - first["at"]
+    drift = (last["offset"] - first["offset"]) / passed if passed > 0 else 0.0
+    return Alignment("ping", first["offset"], first["at"], drift, max(one["interval"] for one in (first, last)))
+
+
+def _since_epoch(header: Record) -> int:
+    """What the monotonic clock must be given to tell the time of day."""
+    return int(header["wall_ns"]) - int(header["monotonic_ns"])

@@ -1,0 +1,301 @@
+"""What the event logs of a run say, as typed data: by method, step and rank, all on rank 0's clock.
+
+A log may be cut short, empty, of a crashed or resumed run, or of a newer version. What is wrong is said in
+`problems`; what can be read is there.
+
+Times are nanoseconds. A run that was resumed has several sessions; a step that was taken again counts as it was taken
+last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from syncline.errors import RunFolderError
+from syncline.measure.clocks import Alignment, align
+from syncline.spans import FORMAT, Record
+
+TIMES = ("ready", "start", "end")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """data, copy, forward, backward, sync or update: what the step says it does."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One operation between ranks. `ready` is when this rank had what it sends."""
+
+    name: str
+    label: str
+    num_bytes: int
+    ready: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Copying or dividing gradients on the computing thread: `busy` nanoseconds between start and end."""
+
+    label: str
+    start: int
+    end: int
+    busy: int
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """What one rank did in one step, in order of time."""
+
+    rank: int
+    start: int
+    end: int
+    phases: tuple[Phase, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    packs: tuple[Pack, ...] = ()
+
+    @property
+    def duration(self) -> int:
+        return self.end - self.start
+
+    def phase(self, name: str) -> Phase | None:
+        """The first phase of that name."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step on the ranks that took it to its end."""
+
+    number: int
+    session: int
+    ranks: dict[int, RankStep]
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """What the header of a rank's log says; the last one where there are several."""
+
+    rank: int
+    host: int = 0
+    threads: int | None = None
+    about: Record = field(default_factory=dict)
+    """The whole header."""
+
+
+@dataclass(frozen=True)
+class Events:
+    """The logs of a run. `steps` has the steps of each method, in order; a training run has one method."""
+
+    world_size: int
+    ranks: dict[int, RankInfo]
+    steps: dict[str, list[Step]]
+    alignments: dict[int, Alignment]
+    """How each rank's clock was set to rank 0's, in the last session."""
+    records: dict[int, list[Record]]
+    """Every record of every rank as it was written, but on rank 0's clock; headers left out."""
+    problems: list[str]
+
+    def taking_part(self, method: str) -> list[int]:
+        """The ranks that take steps with a method: rank 0 alone for `single` in a comparison."""
+        return sorted({rank for step in self.steps.get(method, []) for rank in step.ranks})
+
+    def complete(self, method: str) -> list[Step]:
+        """The steps that every rank which takes part has finished."""
+        ranks = self.taking_part(method)
+        return [step for step in self.steps.get(method, []) if sorted(step.ranks) == ranks]
+
+    def of_kind(self, kind: str) -> Iterator[tuple[int, Record]]:
+        """(rank, record) of one kind."""
+        for rank, records in sorted(self.records.items()):
+            yield from ((rank, record) for record in records if record["kind"] == kind)
+
+
+def read_events(run: Path) -> Events:
+    """The logs in a run folder. Raises only where there is nothing at all to read."""
+    paths = sorted((run / "events").glob("rank-*.jsonl"))
+    if not paths:
+        raise RunFolderError(f"{run} has no event log.", action="It ended before any rank had started; run it again.")
+    problems: list[str] = []
+    files = [one for path in paths if (one := _read_file(path, problems)) is not None]
+    if not files:
+        raise RunFolderError(f"the event logs of {run} are empty: {'; '.join(problems)}.", action="Run it again.")
+    sessions = _sessions([part for file in files for part in file])
+    alignments: dict[int, Alignment] = {}
+    for session in sessions:
+        alignments |= _align(session, problems)
+    infos = {part.rank: _info(part.header) for session in sessions for part in session.values()}
+    world_size = max(int(part.header.get("world_size", 1)) for part in sessions[-1].values())
+    if missing := sorted(set(range(world_size)) - set(infos)):
+        problems.append(f"there is no log of rank {', '.join(map(str, missing))}")
+    records: dict[int, list[Record]] = defaultdict(list)
+    for session in sessions:
+        for rank, part in session.items():
+            records[rank] += part.records
+    steps = _steps(sessions, problems)
+    return Events(world_size, infos, steps, alignments, dict(records), problems)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A header and the records after it: one session of one rank."""
+
+    rank: int
+    header: Record
+    records: list[Record]
+
+
+def _read_file(path: Path, problems: list[str]) -> list[_Part] | None:
+    parts: list[_Part] = []
+    damaged = 0
+    for line in path.read_bytes().split(b"\n"):
+        record = _parse(line)
+        if record is None:
+            damaged += bool(line.strip())
+        elif record["kind"] == "header":
+            parts.append(_Part(int(record.get("rank", _rank_of(path))), record, []))
+        elif parts:
+            parts[-1].records.append(record)
+        else:
+            damaged += 1
+    if damaged:
+        lines = "1 line" if damaged == 1 else f"{damaged} lines"
+        problems.append(f"{path.name}: {lines} cut short or damaged, left out")
+    if not parts:
+        problems.append(f"{path.name} is empty")
+        return None
+    newest = max(part.header.get("format", 0) for part in parts)
+    if newest > FORMAT:
+        problems.append(
+            f"{path.name} was written by a newer version (format {newest}, this one reads {FORMAT}): "
+            "what it does not know is left out; update Syncline"
+        )
+    return parts
+
+
+def _parse(line: bytes) -> Record | None:
+    """A record, or None where the line is none: every field that is read later has the type that it needs."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    needed = _NEEDED.get(record["kind"], ())
+    return record if all(isinstance(record.get(name), kind) for name, kind in needed) else None
+
+
+_SPAN: tuple[tuple[str, type], ...] = (("start", int), ("end", int), ("step", int))
+_NEEDED: dict[str, tuple[tuple[str, type], ...]] = {
+    "header": (("format", int), ("rank", int), ("world_size", int), ("wall_ns", int), ("monotonic_ns", int)),
+    "phase": (("name", str), *_SPAN),
+    "step": _SPAN,
+    "collective": (("name", str), ("label", str), ("bytes", int), ("ready", int), *_SPAN),
+    "pack": (("label", str), ("busy", int), *_SPAN),
+    "clock": (("offset", int), ("interval", int), ("at", int)),
+}
+
+
+def _rank_of(path: Path) -> int:
+    digits = path.stem.removeprefix("rank-")
+    return int(digits) if digits.isdigit() else 0
+
+
+def _sessions(parts: Sequence[_Part]) -> list[dict[int, _Part]]:
+    """Parts that ran together, by rank: in order of wall time, a rank that starts again begins a new session."""
+    sessions: list[dict[int, _Part]] = []
+    for part in sorted(parts, key=lambda one: int(one.header["wall_ns"])):
+        if not sessions or part.rank in sessions[-1]:
+            sessions.append({})
+        sessions[-1][part.rank] = part
+    return sessions
+
+
+def _align(session: dict[int, _Part], problems: list[str]) -> dict[int, Alignment]:
+    """Put every rank's times on the clock of the lowest rank, in place."""
+    reference = session[min(session)]
+    alignments = {}
+    for rank, part in session.items():
+        exchanges = [record for record in part.records if record["kind"] == "clock"]
+        alignment = alignments[rank] = align(part.header, reference.header, exchanges)
+        if alignment.source == "wall clock":
+            problems.append(
+                f"rank {rank} has another clock than rank {reference.rank} and did not compare them: aligned by "
+                "the time of day, so wait and wire between them are not to be trusted"
+            )
+        if not alignment.is_same:
+            for record in part.records:
+                for name in TIMES:
+                    if isinstance(record.get(name), int):
+                        record[name] = alignment.apply(record[name])
+    return alignments
+
+
+def _info(header: Record) -> RankInfo:
+    return RankInfo(int(header["rank"]), int(header.get("host") or 0), header.get("threads"), header)
+
+
+def _steps(sessions: Sequence[dict[int, _Part]], problems: list[str]) -> dict[str, list[Step]]:
+    found: dict[str, dict[int, Step]] = defaultdict(dict)
+    for number, session in enumerate(sessions):
+        gathered: dict[tuple[str, int], dict[int, RankStep]] = defaultdict(dict)
+        for rank, part in session.items():
+            for (method, step), rank_step in _rank_steps(rank, part.records).items():
+                gathered[method, step][rank] = rank_step
+            _say_where_it_ended(rank, part.records, problems, last=number == len(sessions) - 1)
+        for (method, step), ranks in gathered.items():
+            found[method][step] = Step(step, number, dict(sorted(ranks.items())))
+    return {method: [steps[step] for step in sorted(steps)] for method, steps in found.items()}
+
+
+def _rank_steps(rank: int, records: Sequence[Record]) -> dict[tuple[str, int], RankStep]:
+    """A record belongs to a step if it lies inside: the meeting before it or the loss line after it does not."""
+    spans: dict[tuple[str, int], tuple[int, int]] = {}
+    inside: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    for record in records:
+        if record["kind"] == "step":
+            spans[_key(record)] = (record["start"], record["end"])
+        elif record["kind"] in ("phase", "collective", "pack"):
+            inside[_key(record)].append(record)
+    steps = {}
+    for key, (start, end) in spans.items():
+        own = [record for record in inside[key] if start <= record["start"] and record["end"] <= end]
+        if any(record["kind"] == "phase" for record in own):  # else the rank had no part in it
+            steps[key] = _rank_step(rank, start, end, sorted(own, key=lambda record: int(record["start"])))
+    return steps
+
+
+def _rank_step(rank: int, start: int, end: int, records: Sequence[Record]) -> RankStep:
+    phases, transfers, packs = [], [], []
+    for one in records:
+        if one["kind"] == "phase":
+            phases.append(Phase(one["name"], one["start"], one["end"]))
+        elif one["kind"] == "collective":
+            ready = min(max(one["ready"], start), one["end"])
+            transfers.append(Transfer(one["name"], one["label"], one["bytes"], ready, one["start"], one["end"]))
+        else:
+            packs.append(Pack(one["label"], one["start"], one["end"], one["busy"]))
+    return RankStep(rank, start, end, tuple(phases), tuple(transfers), tuple(packs))
+
+
+def _key(record: Record) -> tuple[str, int]:
+    return str(record.get("method", "")), int(record["step"])
+
+
+def _say_where_it_ended(rank: int, records: Sequence[Record], problems: list[str], *, last: bool) -> None:
+    """A step that has phases but no end is where a crash or a stop was."""
+    ended = {_key(record) for record in records if record["kind"] == "step"}
+    inside = [record for record in records if record["kind"] == "phase" and record["step"] >= 0]
+    cut = [record for record in inside if _key(record) not in ended]
+    if cut and last:
+        problems.append(f"rank {rank}'s log ends in step {cut[-1]['step']}, after {cut[-1]['name']}")
