@@ -4,6 +4,7 @@
       run.json          format version, kind, when, status (running, finished, failed, stopped)
       plan.toml         the resolved plan: running it again gives the same run
       machine.json      processor, cores, versions
+      compute.json      what a step costs without synchronisation, layer by layer (see workload/recorded.py)
       events/           one event log per rank (see spans.py)
       logs/             the ranks' output and outcomes
       checkpoints/      the newest one
@@ -69,6 +70,9 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+    def write_compute(self, text: str) -> None:
+        write_atomic(self.path / "compute.json", text)
 
     def set_status(self, status: str) -> None:
         write_atomic(self.path / "run.json", json.dumps({**self.info(), "status": status}, indent=2) + "\n")

@@ -42,6 +42,7 @@ from syncline.spans import EventLog
 from syncline.store import RunFolder, create_run, resumable_run
 from syncline.sync import make_sync
 from syncline.sync.bucketed import WIRE_DTYPES
+from syncline.train.calibrate import calibrate, gather_times
 from syncline.train.checkpoint import Progress
 from syncline.train.delays import delays_of
 from syncline.train.loop import Loop
@@ -79,6 +80,7 @@ def compare(plan: Plan, run: RunFolder, methods: Sequence[str], quiet: bool) -> 
     with _joined(plan, run.path / "events") as rank, Display(rank=rank.number, quiet=quiet, unit="turn") as display:
         batches = _batches(rank)
         display.counted = batches.task.unit
+        _calibrate(rank, run, batches)
         entries = contenders(methods, threads=plan.threads or 1, cores=cores())
         parts = (rank.communicator, batches, rank.device, rank.log, display)
         return Comparison(plan, entries, *parts).run()
@@ -131,6 +133,8 @@ def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifi
 def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str, Any] | None:
     plan = rank.plan
     batches = _batches(rank)
+    if not resume:
+        _calibrate(rank, run, batches)
     model = make_model(plan, rank.device, batches.task)
     torch.manual_seed(_rank_seed(plan.seed, rank.number))
     rank.log.method = plan.method
@@ -149,6 +153,28 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
     run.write_summary(summary)
     run.set_status("finished")
     return summary
+
+
+def _calibrate(rank: Rank, run: RunFolder, batches: Batches) -> None:
+    """What compute costs by itself, before the run: into the log and, layer by layer, into compute.json."""
+    plan, communicator = rank.plan, rank.communicator
+    if plan.replayed:
+        times = load_times(plan.compute)  # a copy: the run folder says by itself what was slept
+    elif plan.measure.calibration == 0:
+        return
+    else:
+        model = make_model(plan, rank.device, batches.task)
+        optimizer, smoothing = make_optimizer(plan, model), plan.optimizer.label_smoothing
+        alone = make_sync("single", communicator)
+        worker = Worker(model, alone.attach(model), alone, optimizer, batches, rank.log, smoothing)
+        sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, communicator.world_size)
+        steps = calibrate(worker, next(sharding.epoch(0)), plan.measure.calibration, communicator)
+        samples = -(-plan.global_batch // communicator.world_size)
+        about = {"model": plan.model, "threads": plan.threads or 1, "samples": samples}
+        about["num_train"] = batches.num_train
+        times = gather_times(steps, model, communicator, about)
+    if rank.number == 0:
+        run.write_compute(times.to_json())
 
 
 def _rank_seed(seed: int, rank: int) -> int:
