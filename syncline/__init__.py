@@ -15,6 +15,7 @@ _HOME = {
     "ShardedBatchSampler": "syncline.workload.sharding",
     "Sharding": "syncline.workload.sharding",
     "launch": "syncline.launcher.local",
+    "record": "syncline.recording",
 }
 
 __all__ = ["__version__", *_HOME]

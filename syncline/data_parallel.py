@@ -92,7 +92,9 @@ class DataParallel(nn.Module):
             options["find_unused_parameters"] = True
         self.log.method = self.method
         self.module = module
-        self.sync = make_sync(self.method, self.communicator, log=None if self.log.off else self.log, **options)
+        # torch's own class pays for a log even where nobody reads it; syncline.record gives it one later.
+        unread = self.log.off and self.method == "ddp"
+        self.sync = make_sync(self.method, self.communicator, log=None if unread else self.log, **options)
         self._attached = [self.sync.attach(module)]  # in a list, or it would be registered as a second submodule
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
@@ -240,7 +242,7 @@ class _Join:
 def _join(process_group: dist.ProcessGroup | None, deadline_s: float) -> Communicator:
     deadline = timedelta(seconds=deadline_s)
     if dist.is_initialized():
-        return adopt(process_group, deadline=deadline, host_index=_host_index())
+        return adopt(process_group, deadline=deadline, host_index=host_index())
     place = placement_from_environment()
     if process_group is not None:
         raise PlanError("process_group was given, but torch.distributed is not initialised.")
@@ -257,7 +259,7 @@ def _join(process_group: dist.ProcessGroup | None, deadline_s: float) -> Communi
     )
 
 
-def _host_index() -> int:
+def host_index() -> int:
     """As the launcher says; people who make the group themselves often set some of its variables only."""
     try:
         place = placement_from_environment()

@@ -44,7 +44,9 @@ class EventLog:
         self, path: Path | None = None, *, rank: int = 0, world_size: int = 1, keep: bool = True, **about: Any
     ) -> None:
         self.rank = rank
-        self.off = path is None and not keep
+        self.also: EventLog | None = None
+        """Another log that gets every record too, with that one's step and method."""
+        self._keep = path is not None or keep
         self.step = -1
         self.method = ""
         self.records: list[Record] = []
@@ -61,8 +63,14 @@ class EventLog:
         """Context manager: a phase of the step, from entry to exit, also when it raises."""
         return Span(self, name)
 
+    @property
+    def off(self) -> bool:
+        return not self._keep and self.also is None
+
     def add(self, kind: str, **fields: Any) -> None:
-        if self.off:
+        if self.also is not None:
+            self.also.add(kind, **fields)
+        if not self._keep:
             return
         record = {"seq": next(self._sequence), "kind": kind, **fields, "step": self.step}
         if self.method:

@@ -27,7 +27,7 @@ STAGES = (
     "tune",
     "report",
 )
-ROOTS = ("worker", "resolve", "data_parallel", "cli", "__init__", "__main__")
+ROOTS = ("worker", "resolve", "data_parallel", "recording", "cli", "__init__", "__main__")
 RANK_VARIABLES = {
     "RANK",
     "WORLD_SIZE",

@@ -9,6 +9,7 @@ DDP looks at the hook's annotations as objects, so this file does not postpone t
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class DDP(GradientSync):
             find_unused_parameters=self._find_unused_parameters,
         )
         if self._log is not None:
-            self._module.register_comm_hook(self._log, self._traced_all_reduce)
+            self.trace(self._log)
         return self._module
 
     def finish(self) -> None:
@@ -72,19 +73,32 @@ class DDP(GradientSync):
     def detach(self) -> None:
         self._module = None
 
-    def _traced_all_reduce(self, log: EventLog, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    def trace(self, log: EventLog) -> None:
+        """Write transfers into the log, unless a communication hook of somebody else's makes them."""
+        assert self._module is not None, "attach a model first"
+        trace_transfers(self._module, log)
+
+
+class _Tracer:
+    """Does what torch's class does without a hook, and notes it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.log = EventLog(keep=False)
+
+    def all_reduce(self, _state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         # torch has copied the gradients into the bucket by now, and copies them out after the last bucket: neither
         # can be seen from here. What can is the division.
         ready_ns = time.monotonic_ns()
-        buffer = bucket.buffer().div_(self._group.size())
+        buffer = bucket.buffer().div_(self.group.size())
         start_ns = time.monotonic_ns()
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        work = dist.all_reduce(buffer, group=self.group, async_op=True)
         assert work is not None
-        log.add("pack", label=f"bucket {bucket.index()}", start=ready_ns, end=start_ns, busy=start_ns - ready_ns)
+        self.log.add("pack", label=f"bucket {bucket.index()}", start=ready_ns, end=start_ns, busy=start_ns - ready_ns)
         label, num_bytes = f"bucket {bucket.index()}", buffer.numel() * buffer.element_size()
 
         def note(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-            log.add(
+            self.log.add(
                 "collective", name="all_reduce", label=label, bytes=num_bytes,
                 ready=ready_ns, start=start_ns, end=time.monotonic_ns(),
             )  # fmt: skip
@@ -92,3 +106,21 @@ class DDP(GradientSync):
 
         noted: torch.futures.Future[Tensor] = work.get_future().then(note)
         return noted
+
+
+_tracers: WeakKeyDictionary[DistributedDataParallel, _Tracer] = WeakKeyDictionary()
+
+
+def trace_transfers(module: DistributedDataParallel, log: EventLog) -> bool:
+    """Write the module's transfers into the log from now on; False if somebody else's hook makes them.
+
+    torch's class keeps a hook for good, so another log later takes the place of the first.
+    """
+    tracer = _tracers.get(module)
+    if tracer is None:
+        if module._comm_hooks:
+            return False
+        tracer = _tracers[module] = _Tracer(module.process_group)
+        module.register_comm_hook(None, tracer.all_reduce)
+    tracer.log = log
+    return True
