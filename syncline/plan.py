@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, get_args
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from syncline.errors import PlanError
@@ -156,6 +156,13 @@ class Inject(Section):
     """Compute threads of the slow rank, where they differ from the others'."""
 
 
+class Profile(Section):
+    steps: tuple[NonNegativeInt, ...] = ()
+    """Steps, counted from 0, that torch's profiler records; none if empty."""
+    ranks: tuple[NonNegativeInt, ...] = (0,)
+    """Ranks on which it records."""
+
+
 class Checkpoint(Section):
     every: int | None = Field(None, ge=1)
     """Steps between checkpoints; at the end of each epoch if absent."""
@@ -204,6 +211,7 @@ class Plan(Section):
     """Longest wait for other ranks in one operation."""
     measure: Measure = Measure()
     inject: Inject = Inject()
+    profile: Profile = Profile()
     checkpoint: Checkpoint = Checkpoint()
 
     @field_validator("method")
@@ -270,6 +278,10 @@ class Plan(Section):
             last = self.workers - 1
             raise ValueError(
                 f"inject.rank is {self.inject.rank}, but with {self.workers} workers the last is {last}."
+            )
+        if self.profile.steps and (beyond := [rank for rank in self.profile.ranks if rank >= self.workers]):
+            raise ValueError(
+                f"profile.ranks names rank {beyond[0]}, but the last of {self.workers} workers is {self.workers - 1}."
             )
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend nccl needs device cuda: take gloo, or device cuda.")

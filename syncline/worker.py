@@ -46,8 +46,10 @@ from syncline.train.calibrate import calibrate, gather_times
 from syncline.train.checkpoint import Progress
 from syncline.train.delays import delays_of
 from syncline.train.loop import Loop
+from syncline.train.memory import note_memory
 from syncline.train.replay import ReplayedBatches
 from syncline.train.step import Worker
+from syncline.train.watching import StepWatch
 from syncline.workload.batches import Batches, ImageBatches
 from syncline.workload.recipes import make_model, make_optimizer
 from syncline.workload.recorded import load_times
@@ -145,8 +147,10 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
     sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, plan.workers)
     with Display(rank=rank.number, quiet=quiet, counted=batches.task.unit) as display:
         checkpoints = None if plan.replayed else run.checkpoints
-        loop = Loop(plan, worker, sharding, rank.communicator, display, checkpoints)
+        watch_steps = StepWatch(rank.log, plan.profile, run.path / "profile")
+        loop = Loop(plan, worker, sharding, rank.communicator, display, checkpoints, watch_steps)
         progress, seconds = loop.run(resume=resume)
+    note_memory(rank.log, model, sync)
     summary = _summary(plan, batches, model, progress, seconds)
     if rank.number != 0:
         return None

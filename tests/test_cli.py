@@ -30,6 +30,7 @@ VERBS = {
             "--compute",
             "--set",
             "--eval-per-rank",
+            "--profile",
             "--run-dir",
             "--resume",
             "--port",

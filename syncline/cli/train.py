@@ -32,6 +32,9 @@ def train(
     eval_per_rank: Annotated[
         bool | None, typer.Option("--eval-per-rank", help="Also test with each rank's own batch-norm statistics.")
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Record three steps with torch's profiler; others: --set profile.steps.")
+    ] = False,
     run_dir: options.RunDir = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the last run, or the one given.")] = False,
     port: options.Port = 0,
@@ -46,20 +49,32 @@ def train(
         **options.parse_settings(settings),
     }  # fmt: skip
     if resume:
-        if run_dir is not None or any(value is not None for value in flags.values()):
+        if run_dir is not None or profile or any(value is not None for value in flags.values()):
             raise RunFolderError("--resume continues a run as it was planned: give no other plan flags with it.")
         run = resumable_run(plan)
         if run.plan().replayed:
             raise RunFolderError(f"{run.path} is a replayed run: it keeps no checkpoints.", action="Start a new run.")
         chosen = options.resolved(run.plan(), quiet=True)
     else:
-        chosen = options.resolved(load_plan(plan, flags), quiet=as_json or print_plan)
+        planned = load_plan(plan, flags)
+        planned = _with_profile(planned) if profile else planned
+        chosen = options.resolved(planned, quiet=as_json or print_plan)
     if print_plan:
         print(chosen.to_toml(), end="")
         return
     if not resume:
         run = create_run(run_dir, kind="train", plan=chosen, label=f"{chosen.method}-{chosen.workers}")
     _show(run, _run(run, chosen, resume=resume, port=port, quiet=as_json), as_json=as_json)
+
+
+def _with_profile(plan: Plan) -> Plan:
+    """Three steps after the warm-up, or the last one of a shorter run, unless the plan names others."""
+    if plan.profile.steps:
+        return plan
+    first = plan.measure.warmup + 1
+    last = plan.steps - 1 if plan.steps is not None else first + 2
+    steps = range(min(first, last), min(first + 2, last) + 1)
+    return plan.replace(profile={"steps": list(steps), "ranks": list(plan.profile.ranks)})
 
 
 def _run(run: RunFolder, plan: Plan, *, resume: bool, port: int, quiet: bool) -> dict[str, Any]:

@@ -69,6 +69,10 @@ class Executor:
         self._rounds: dict[int, tuple[RankRound, ...]] = {}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(scratch.nbytes for scratch in self._scratch.values())
+
     def sum(self, buffer: Tensor, *, label: str = "", ready_ns: int | None = None) -> None:
         size = buffer.numel()
         if size not in self._rounds:

@@ -6,17 +6,20 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from syncline.comm.communicator import Communicator
+from syncline.comm.counters import StepTraffic
 from syncline.measure.statistics import spread, timing
 from syncline.plan import Plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 from syncline.train.delays import delays_of
 from syncline.train.loop import Observer
+from syncline.train.memory import note_memory
 from syncline.train.step import Worker, train_step
 from syncline.workload.batches import Batches
 from syncline.workload.recipes import learning_rate, make_model, make_optimizer, set_learning_rate
@@ -66,6 +69,10 @@ class Comparison:
     log: EventLog
     observer: Observer
 
+    @cached_property
+    def traffic(self) -> StepTraffic:
+        return StepTraffic(self.log)
+
     @property
     def rounds(self) -> int:
         return self.plan.measure.warmup + (self.plan.steps or 1)
@@ -80,6 +87,10 @@ class Comparison:
                 loss = entry.loss_sum / max(entry.num_samples, 1)
                 rate = self.plan.global_batch * self.batches.task.units_per_sample / entry.seconds[-1]
                 self.observer.step(done, self.rounds * len(self.entries), loss, rate)
+        for entry, worker in zip(self.entries, workers, strict=True):
+            self.log.method = entry.label
+            if worker is not None:
+                note_memory(self.log, worker.model, worker.sync)
         self.log.method = ""
         seconds, losses = self._slowest(), self._losses()
         return compare_rows(self.plan, self.entries, seconds, losses, self.batches.task)
@@ -98,12 +109,14 @@ class Comparison:
         slowed = self.plan.inject.threads if self.communicator.rank == self.plan.inject.rank else None
         torch.set_num_threads(slowed or entry.threads)
         self._meet()
+        self.traffic.begin()
         start_ns = time.monotonic_ns()
         if worker is not None:
             set_learning_rate(worker.optimizer, self._learning_rate(round_index))
             result = train_step(worker, shard)
             entry.loss_sum, entry.num_samples = result.loss * result.num_samples, result.num_samples
         end_ns = time.monotonic_ns()
+        self.traffic.end()
         entry.seconds.append((end_ns - start_ns) / 1e9)
         self.log.add("step", start=start_ns, end=end_ns)
         self.log.flush()

@@ -31,6 +31,8 @@ class GradientSync(ABC):
     rebuilds_after_first_backward = False
     """True if the summation order changes after the first backward: a run that must be repeatable bit for bit,
     also from a checkpoint, makes one discarded backward first."""
+    holds_gradients = False
+    """True if `.grad` lies in the method's buffers, so that gradients take no memory beside them."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
@@ -46,6 +48,11 @@ class GradientSync(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Return when every .grad holds the mean over ranks. Idempotent until the next backward. Collective."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory that the method keeps from step to step for its transfers."""
+        return 0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -86,6 +86,10 @@ class Bucketed(FlatSync):
             raise PlanError("a communication hook is registered already.")
         self._hook = (state, hook)
 
+    @property
+    def buffer_bytes(self) -> int:
+        return super().buffer_bytes + self._sender.scratch_bytes
+
     def detach(self) -> None:
         super().detach()
         self._sender.stop()
@@ -179,6 +183,10 @@ class _Sender:
             self._thread = threading.Thread(target=self._run, name="syncline-buckets", daemon=True)
             self._thread.start()
         self._tasks.put(_Task(number, values, ready_ns, before, _mark_stream(values)))
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(executor.scratch_bytes for executor in self._executors or ())
 
     def collect(self, count: int) -> list[Work]:
         """The works of the last `count` sends, in order."""

@@ -57,6 +57,12 @@ class DDP(GradientSync):
             self.trace(self._log)
         return self._module
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Its buckets hold every gradient once more."""
+        assert self._module is not None, "attach a model first"
+        return sum(one.nbytes for one in self._module.parameters() if one.requires_grad)
+
     def finish(self) -> None:
         """DDP ends its transfers inside backward."""
 

@@ -47,6 +47,7 @@ class FlatSync(GradientSync):
         self._idle = False
         self._pack_start_ns = self._pack_end_ns = self._pack_busy_ns = 0
         self.layout = Layout((), (), {})
+        self._buffers: dict[Group, Tensor] = {}
 
     # What a subclass adds.
 
@@ -115,6 +116,14 @@ class FlatSync(GradientSync):
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()  # the buffer may go away
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    @property
+    def holds_gradients(self) -> bool:  # type: ignore[override]
+        return bool(self._buffers)
 
     def describe(self) -> str:
         """The bucket map: one line a bucket, in the order in which they are sent."""

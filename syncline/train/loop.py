@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from syncline.train import checkpoint
 from syncline.train.checkpoint import Progress
 from syncline.train.evaluate import Evaluation, evaluate, evaluate_per_rank
 from syncline.train.step import StepResult, Worker, discarded_backward, train_step
+from syncline.train.watching import StepWatch
 from syncline.workload.recipes import learning_rate, set_learning_rate
 from syncline.workload.sharding import Sharding
 from syncline.workload.tasks import Task
@@ -39,6 +41,8 @@ class Loop:
     observer: Observer
     checkpoints: Path | None
     """Where checkpoints go; none are written if absent."""
+    watch: StepWatch | None = None
+    """What is counted and profiled around each step."""
 
     @property
     def task(self) -> Task:
@@ -70,13 +74,14 @@ class Loop:
             self.worker.log.step = progress.step
             rate = self.learning_rate(progress.step)
             set_learning_rate(self.worker.optimizer, rate)
-            start_ns = time.monotonic_ns()
-            result = train_step(self.worker, shard)
-            end_ns = time.monotonic_ns()
+            with self.watch.step(progress.step) if self.watch else nullcontext():
+                start_ns = time.monotonic_ns()
+                result = train_step(self.worker, shard)
+                end_ns = time.monotonic_ns()
             self._note(progress, result, start_ns, end_ns, rate)
             seconds.append((end_ns - start_ns) / 1e9)
-            rate = shard.num_global * self.task.units_per_sample / seconds[-1]
-            self.observer.step(progress.step, self.total_steps, result.loss, rate)
+            per_second = shard.num_global * self.task.units_per_sample / seconds[-1]
+            self.observer.step(progress.step, self.total_steps, result.loss, per_second)
             if progress.step % self.plan.log_every == 0:
                 self._loss_line(progress, result, rate)
             ended = progress.step == self.total_steps
