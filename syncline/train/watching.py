@@ -7,6 +7,7 @@ only the profiler makes the operations inside slower, which is why a step that i
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class StepWatch:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
+        os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # else it writes to the terminal at each start and stop
         with profile(activities=activities) as recorded:
             yield
         self.folder.mkdir(parents=True, exist_ok=True)
