@@ -1,0 +1,107 @@
+"""Compute slowed by communication: what phases cost in real steps against what they cost when nothing is sent.
+
+On a CPU, communication threads take cores and memory bandwidth from backward. Calibration steps (train/calibrate.py)
+give the bare times; the difference is contention. It stands beside hidden communication, which is not free where it
+slows compute.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from syncline.measure.events import Events
+from syncline.measure.statistics import spread
+from syncline.units import format_seconds
+
+COMPUTE = ("forward", "backward", "update")
+
+Times = Mapping[int, Mapping[str, Sequence[float]]]
+"""By rank and phase: the seconds of each step."""
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """One phase: medians over steps, then over ranks, in seconds."""
+
+    bare_s: float
+    real_s: float
+    noise_s: float
+    """The larger of the two spreads: a difference inside it is none."""
+
+    @property
+    def slowed_s(self) -> float:
+        return self.real_s - self.bare_s
+
+    @property
+    def is_real(self) -> bool:
+        return self.slowed_s > self.noise_s
+
+
+@dataclass(frozen=True)
+class Contention:
+    phases: dict[str, Slowdown]
+    steps: int
+    """Calibration steps of each rank."""
+
+    @property
+    def slowed_s(self) -> float:
+        """What compute lost to communication, in the phases where it is more than noise."""
+        return sum(one.slowed_s for one in self.phases.values() if one.is_real)
+
+
+def bare_times(events: Events) -> dict[int, dict[str, list[float]]]:
+    """The calibration steps in the logs."""
+    found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for rank, record in events.of_kind("calibration"):
+        for phase in COMPUTE:
+            if isinstance(record.get(phase), int):
+                found[rank][phase].append(record[phase] / 1e9)
+    return {rank: dict(phases) for rank, phases in found.items()}
+
+
+def contention(bare: Times, real: Times) -> Contention | None:
+    """None where the same ranks did not do both: `single` alone in a comparison, a run without calibration."""
+    if not bare or set(bare) != set(real):
+        return None
+    phases = {}
+    for phase in COMPUTE:
+        if all(times[rank].get(phase) for times in (bare, real) for rank in bare):
+            phases[phase] = Slowdown(
+                bare_s=_middle(bare, phase),
+                real_s=_middle(real, phase),
+                noise_s=max(_noise(bare, phase), _noise(real, phase)),
+            )
+    if not phases:
+        return None
+    return Contention(phases, steps=min(len(one) for times in bare.values() for one in times.values()))
+
+
+def _middle(times: Times, phase: str) -> float:
+    return statistics.median(statistics.median(by_phase[phase]) for by_phase in times.values())
+
+
+def _noise(times: Times, phase: str) -> float:
+    return statistics.median(spread(by_phase[phase]) for by_phase in times.values())
+
+
+def describe(found: Contention | None, *, hidden_s: float, compute: str = "real") -> str:
+    """One sentence for `explain`, beside hidden communication."""
+    if compute != "real":
+        return f"Compute is {compute}, so communication cannot slow it: contention is not measured."
+    if found is None:
+        return "Contention is not measured: the run has no calibration steps of the same ranks (measure.calibration)."
+    slowed = {phase: one for phase, one in found.phases.items() if one.is_real}
+    if not slowed:
+        return (
+            "Communication does not slow compute: no difference from the calibration steps, in which nothing is sent."
+        )
+    parts = [
+        f"{phase} by {format_seconds(one.slowed_s)} ({format_seconds(one.bare_s)} bare, "
+        f"{format_seconds(one.real_s)} in steps)"
+        for phase, one in slowed.items()
+    ]
+    opening = "Hidden communication is not free: compute is" if hidden_s > 0 else "Compute is"
+    return f"{opening} slower than when nothing is sent: {', '.join(parts)}."
