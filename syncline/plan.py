@@ -53,7 +53,11 @@ DATA = {
     "auto": "CIFAR-10 where it is at hand or quickly fetched, otherwise synthetic",
     "cifar10": "CIFAR-10, 32x32 colour images in 10 classes",
     "synthetic": "a made-up 10-class set of CIFAR-10's shape that can be learnt",
+    "imdb-wiki": "faces and their age, from the folder with wiki.mat or imdb.mat (data_dir)",
+    "folder": "images in a folder per class, as ImageNet, Imagenette and Tiny-ImageNet have them (data_dir)",
 }
+IN_FILES = ("imdb-wiki", "folder")
+"""Data whose images stay in their files and are decoded when a batch needs them."""
 
 RECIPES: dict[str, dict[str, Any]] = {
     "course": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
@@ -171,10 +175,14 @@ class Checkpoint(Section):
 class Plan(Section):
     model: str = "vgg11"
     """A built-in model, or `module:callable` that returns one."""
-    data: Literal["auto", "cifar10", "synthetic"] = "auto"
+    data: Literal["auto", "cifar10", "synthetic", "imdb-wiki", "folder"] = "auto"
     """What is trained on."""
     data_dir: str | None = None
     """Folder that holds the data; searched for if absent."""
+    image_size: int | None = Field(None, ge=8, le=4096)
+    """Pixels a side to which images from files are cut and scaled; what the model is known for if absent."""
+    loaders: int | None = Field(None, ge=0, le=256)
+    """Processes per worker that make batches ahead; 0 makes them in the worker. 0 for data in memory if absent."""
     method: str = "ddp"
     """How gradients are synchronised."""
     options: Options = Options()
@@ -283,6 +291,10 @@ class Plan(Section):
             raise ValueError(
                 f"profile.ranks names rank {beyond[0]}, but the last of {self.workers} workers is {self.workers - 1}."
             )
+        if self.data in IN_FILES and self.data_dir is None:
+            raise ValueError(f"data {self.data} needs data_dir (--data-dir): the folder that holds the images.")
+        if self.image_size is not None and self.data not in IN_FILES:
+            raise ValueError(f"image_size is for data {' and '.join(IN_FILES)}; {self.data} has a size of its own.")
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend nccl needs device cuda: take gloo, or device cuda.")
         if self.method == "mpi" and self.device != "cpu":

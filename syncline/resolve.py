@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from syncline.errors import PlanError
-from syncline.launcher.local import default_threads
+from syncline.launcher.local import cores, default_threads
 from syncline.launcher.machine import STRONG_MEMORY_ORDER
-from syncline.plan import Plan, compute_source
+from syncline.plan import IN_FILES, Plan, compute_source
 from syncline.units import format_bytes, format_seconds
 from syncline.workload.images import Progress
 from syncline.workload.recorded import load_times
@@ -26,6 +26,7 @@ def resolve(
         choice = choose_images(plan.data, Path(plan.data_dir) if plan.data_dir else None, progress=progress)
         sentence = check_images(choice)
         changes = {"data": choice.name, "threads": plan.threads or default_threads(ranks_per_host)}
+        changes["loaders"] = default_loaders(choice.name, ranks_per_host) if plan.loaders is None else plan.loaders
         if choice.folder is not None:
             changes["data_dir"] = str(choice.folder)
     if plan.method == "auto":
@@ -55,6 +56,11 @@ def _replayed(plan: Plan) -> tuple[dict[str, Any], str]:
         f"{format_bytes(times.gradient_bytes)} together; they really travel, but nothing is learnt."
     )
     return changes, sentence
+
+
+def default_loaders(data: str, ranks_per_host: int) -> int:
+    """Loader processes per rank: none for images in memory, which are quicker made than sent."""
+    return max(1, min(4, cores() // ranks_per_host)) if data in IN_FILES else 0
 
 
 def choose_method(*, device: str, workers: int, num_hosts: int) -> tuple[str, str]:

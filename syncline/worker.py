@@ -12,8 +12,8 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from syncline.comm.clock import note_clock
 from syncline.comm.mpi_backend import aborting, connect_mpi
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.comm.torch_backend import connect
-from syncline.errors import PlanError, SynclineError
+from syncline.errors import DataError, PlanError, SynclineError
 from syncline.launcher import watch
 from syncline.launcher.environment import Placement, placement_from_environment
 from syncline.launcher.local import cores
@@ -35,7 +35,7 @@ from syncline.measure.certify import Certifier
 from syncline.measure.compare import Comparison, contenders
 from syncline.measure.probe import run_probe
 from syncline.measure.statistics import timing
-from syncline.plan import Plan, load_plan
+from syncline.plan import IN_FILES, Plan, load_plan
 from syncline.report.display import Display
 from syncline.resolve import resolve
 from syncline.spans import EventLog
@@ -50,11 +50,14 @@ from syncline.train.memory import note_memory
 from syncline.train.replay import ReplayedBatches
 from syncline.train.step import Worker
 from syncline.train.watching import StepWatch
+from syncline.workload.ahead import AheadBatches
 from syncline.workload.batches import Batches, ImageBatches
+from syncline.workload.file_batches import FileBatches, usual_image_size
+from syncline.workload.image_index import ImageIndex, digest
 from syncline.workload.recipes import make_model, make_optimizer
 from syncline.workload.recorded import load_times
 from syncline.workload.sharding import Sharding
-from syncline.workload.sources import load_images
+from syncline.workload.sources import load_images, load_index
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Rank:
     communicator: Communicator
     device: torch.device
     log: EventLog
+    at_end: ExitStack = field(default_factory=ExitStack)
+    """What to close when the rank's work is done."""
 
     @property
     def number(self) -> int:
@@ -196,6 +201,7 @@ def _summary(
         "threads": plan.threads,
         "compute": plan.compute_note,
         "data": batches.source,
+        "loading": batches.throughput() if isinstance(batches, AheadBatches | FileBatches) else None,
         "task": batches.task.name,
         "steps": progress.step,
         "timed_steps": len(seconds),
@@ -220,8 +226,39 @@ def _batches(rank: Rank) -> Batches:
     if plan.replayed:
         times = load_times(plan.compute)
         return ReplayedBatches(times.data_s, num_train=times.num_train, source=plan.compute_note)
-    images = load_images(plan.data, Path(plan.data_dir) if plan.data_dir else None)
-    return ImageBatches(images, seed=plan.seed, device=rank.device, channels_last=plan.channels_last)
+    # Loaders hand over batches in the memory of the CPU.
+    device = torch.device("cpu") if plan.loaders else rank.device
+    inner: Batches
+    if plan.data in IN_FILES:
+        inner = _file_batches(rank, device)
+    else:
+        images = load_images(plan.data, Path(plan.data_dir) if plan.data_dir else None)
+        inner = ImageBatches(images, seed=plan.seed, device=device, channels_last=plan.channels_last)
+    if not plan.loaders:
+        return inner
+    shard_size = -(-plan.global_batch // plan.workers)
+    batches = AheadBatches(inner, num_loaders=plan.loaders, shard_size=shard_size, device=rank.device)
+    rank.at_end.callback(batches.close)
+    return batches
+
+
+def _file_batches(rank: Rank, device: torch.device) -> FileBatches:
+    plan = rank.plan
+    index = load_index(plan.data, Path(plan.data_dir or ""))
+    _check_same_samples(rank, index)
+    size = plan.image_size or usual_image_size(plan.model)
+    return FileBatches(index, size=size, seed=plan.seed, device=device, channels_last=plan.channels_last)
+
+
+def _check_same_samples(rank: Rank, index: ImageIndex) -> None:
+    """Hosts may have copies of a folder that differ; a global batch would then mean something else on each."""
+    own = torch.frombuffer(bytearray(digest(index)), dtype=torch.int64).to(rank.communicator.device)
+    with rank.communicator.scope("same samples"):
+        others = [part.item() for part in rank.communicator.all_gather(own)]
+    differing = [number for number, other in enumerate(others) if other != others[0]]
+    if differing:
+        ranks = ", ".join(map(str, differing))
+        raise DataError(f"Rank {ranks} finds other images in {index.folder} than rank 0.", action="Make them equal.")
 
 
 @contextmanager
@@ -239,13 +276,15 @@ def _joined(plan: Plan, events: Path | None, backend: Communicator | None = None
     )  # fmt: skip
     watch.on_stop(lambda: log.flush(force=True))
     communicator = instrumented(backend, log, deadline_s=plan.deadline_s)
+    rank = Rank(plan, communicator, device, log)
     try:
         note_clock(communicator, log)
-        yield Rank(plan, communicator, device, log)
+        yield rank
         note_clock(communicator, log)
     except BaseException:
         log.flush(force=True)
         raise
+    rank.at_end.close()
     log.close()
     communicator.close()
 

@@ -60,6 +60,9 @@ def test_every_problem_is_told_at_once() -> None:
         ({"method": "single", "workers": 2}, ["single", "workers", "2"]),
         ({"global_batch": 3, "workers": 4}, ["global_batch 3", "workers 4"]),
         ({"backend": "nccl"}, ["nccl", "cuda"]),
+        ({"data": "folder"}, ["data folder", "data_dir"]),
+        ({"data": "imdb-wiki"}, ["data imdb-wiki", "--data-dir"]),
+        ({"data": "cifar10", "image_size": 64}, ["image_size", "cifar10"]),
         ({"method": "gather-scatter", "options": {"bucket_cap_mb": 1}}, ["bucket_cap_mb", "gather-scatter"]),
     ],
 )

@@ -20,7 +20,7 @@ from syncline.store import RunFolder
 from syncline.units import format_bytes
 
 Model = Annotated[str | None, typer.Option(help="Model: vgg11, cnn, mlp, or your own as module:callable.")]
-Data = Annotated[str | None, typer.Option(help="Data: auto, cifar10 or synthetic.")]
+Data = Annotated[str | None, typer.Option(help="Data: auto, cifar10, synthetic, imdb-wiki or folder.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data (or set SYNCLINE_DATA).")]
 Workers = Annotated[int | None, typer.Option(help="Number of ranks.")]
 Threads = Annotated[int | None, typer.Option(help="Compute threads per worker; default cores / workers.")]

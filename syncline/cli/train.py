@@ -112,7 +112,16 @@ def _show(run: RunFolder, summary: dict[str, Any], *, as_json: bool) -> None:
             f"(first {step['warmup']} discarded), median {format_seconds(step['median_s'])}, "
             f"spread {format_seconds(step['spread_s'])}; {_rate(summary)}"
         )
+    if summary["loading"]:
+        print(_loading(summary["loading"]))
     print(f"run folder {run.path}; next: syncline compare")
+
+
+def _loading(loading: dict[str, Any]) -> str:
+    """On rank 0; the rate is what its loaders reach together while they are at work."""
+    count = loading["loaders"]
+    where = f"{count} loader process{'es' if count > 1 else ''}" if count else "the worker itself"
+    return f"rank 0 made {loading['samples']:,} samples in {where}, {loading['samples_per_s']:,.0f} a second"
 
 
 def _rate(summary: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from syncline.train.checkpoint import Progress
 from syncline.train.evaluate import Evaluation, evaluate, evaluate_per_rank
 from syncline.train.step import StepResult, Worker, discarded_backward, train_step
 from syncline.train.watching import StepWatch
+from syncline.workload.ahead import announced
 from syncline.workload.recipes import learning_rate, set_learning_rate
 from syncline.workload.sharding import Sharding
 from syncline.workload.tasks import Task
@@ -70,7 +71,8 @@ class Loop:
         return progress, self._slowest(seconds)
 
     def _run_epoch(self, progress: Progress, seconds: list[float]) -> None:
-        for shard in self.sharding.epoch(progress.epoch, progress.step_in_epoch):
+        upcoming = self.sharding.epoch(progress.epoch, progress.step_in_epoch)
+        for shard in announced(self.worker.batches, upcoming):
             self.worker.log.step = progress.step
             rate = self.learning_rate(progress.step)
             set_learning_rate(self.worker.optimizer, rate)

@@ -1,7 +1,7 @@
 """Which images a run trains on and where they are: decides between folder, cache and fetch.
 
-The launcher calls `choose_images` once: it fetches if need be and checks every byte. The ranks then load from
-the folder that it returned, and never fetch.
+The launcher calls `choose_images` once: it fetches if need be and checks every byte, or brings the index of a folder
+of images up to date. The ranks then load from the folder that it returned, and never fetch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from pathlib import Path
 from syncline.errors import DataError
 from syncline.workload.cifar10 import find_folder, read_cifar10
 from syncline.workload.fetch import fetch_cifar10, user_cache
+from syncline.workload.image_index import KINDS, ImageIndex, read_index, update_index
 from syncline.workload.images import ImageSet, Progress
 from syncline.workload.synthetic import synthetic_images
 
-DATA_NAMES = ("cifar10", "synthetic", "auto")
+DATA_NAMES = ("cifar10", "synthetic", "auto", *KINDS)
 DATA_VARIABLE = "SYNCLINE_DATA"
 AUTO_TIME_LIMIT_S = 20.0
 
@@ -42,7 +43,19 @@ def _load(choice: Choice) -> ImageSet:
 
 def check_images(choice: Choice) -> str:
     """Read it once, so that a damaged file is reported before any rank starts; the sentence on the data."""
+    if choice.name in KINDS and choice.folder is not None:
+        return f"{load_index(choice.name, choice.folder).source} {choice.why}"
     return _load(choice).source
+
+
+def load_index(name: str, folder: Path) -> ImageIndex:
+    """Which files of a folder can be used, as the launcher found."""
+    return read_index(name, folder, index_cache())
+
+
+def index_cache() -> Path:
+    """Where indexes of folders stay: beside the fetched data."""
+    return user_cache().parent / "indexes"
 
 
 def choose_images(name: str, data_dir: Path | None, *, progress: Progress | None = None) -> Choice:
@@ -51,6 +64,11 @@ def choose_images(name: str, data_dir: Path | None, *, progress: Progress | None
         raise DataError(f"There is no data set {name!r}.", action=f"Use one of {', '.join(DATA_NAMES)}.")
     if name == "synthetic":
         return Choice("synthetic", None)
+    if name in KINDS:
+        if data_dir is None:
+            raise DataError(f"Data {name} needs a folder.", action="Give it with --data-dir.")
+        place = data_dir.expanduser().resolve()
+        return Choice(name, place, update_index(name, place, index_cache(), progress=progress)[1])
     folder = _folder_at_hand(data_dir)
     if folder is not None:
         return Choice("cifar10", folder, "Chosen because it is at hand." if name == "auto" else "")
