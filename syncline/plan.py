@@ -29,6 +29,7 @@ METHODS = {
     "tree": "bucketed, each bucket summed up a binary tree and handed down again",
     "halving-doubling": "bucketed, each bucket by recursive halving and doubling",
     "shared-memory": "ranks of one host average in memory that they share; nothing is sent",
+    "hierarchical": "shared memory within each host, bucketed between one leader of each",
     "mpi": "bucketed over MPI, started through mpiexec",
     "auto": "shared-memory where all ranks are on one host, bucketed otherwise",
 }
@@ -40,6 +41,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "tree": _BUCKETED,
     "halving-doubling": _BUCKETED,
     "shared-memory": ("unused",),
+    "hierarchical": ("bucket_cap_mb", "transfer_dtype", "overlap", "unused", "collective"),
     "mpi": ("bucket_cap_mb", "transfer_dtype", "overlap", "unused", "collective"),
     "auto": ("unused",),
 }

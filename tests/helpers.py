@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -28,7 +28,9 @@ Result = TypeVar("Result")
 OnRank = Callable[[Communicator, EventLog], Result]
 
 
-def on_threads(world_size: int, function: OnRank[Result], *, deadline_s: float = 20.0) -> list[Result]:
+def on_threads(
+    world_size: int, function: OnRank[Result], *, deadline_s: float = 20.0, hosts: Sequence[int] | None = None
+) -> list[Result]:
     """function(communicator, log) on every rank, each a thread, with the communicator that the product uses."""
 
     def live(backend: Communicator) -> Result:
@@ -40,7 +42,7 @@ def on_threads(world_size: int, function: OnRank[Result], *, deadline_s: float =
             communicator.close()
 
     with one_compute_thread():
-        return run_threads(world_size, live, deadline_s=deadline_s)
+        return run_threads(world_size, live, deadline_s=deadline_s, hosts=hosts)
 
 
 @contextmanager

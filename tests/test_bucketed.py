@@ -46,6 +46,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "point-to-point": ("point-to-point", {}),
     "all-reduce": ("all-reduce", {}),
     "shared-memory": ("shared-memory", {}),
+    "hierarchical": ("hierarchical", {"bucket_cap_mb": TINY}),
     "bucketed": ("bucketed", {}),
     "ring": ("ring", {}),
     "tree": ("tree", {}),

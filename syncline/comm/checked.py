@@ -76,6 +76,10 @@ class Checked(Wrapper):
     def split(self, name: str) -> Communicator:
         return Checked(self.inner.split(name), self.log, deadline_s=self.deadline_s)
 
+    def part(self, name: str, groups: Sequence[Sequence[int]]) -> Communicator | None:
+        inner = self.inner.part(name, groups)
+        return inner and Checked(inner, self.log, deadline_s=self.deadline_s)
+
     def close(self) -> None:
         self._stalls.stop()
         super().close()

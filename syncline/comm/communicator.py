@@ -7,13 +7,15 @@ implements one method, and a wrapper (Checked, Traced, Failing) sees everything 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+
+from syncline.errors import CommunicationError
 
 if TYPE_CHECKING:  # torch.distributed exports it only where it was built in
     from torch._C._distributed_c10d import Store
@@ -89,6 +91,18 @@ class Communicator(ABC):
     @abstractmethod
     def split(self, name: str) -> Communicator:
         """The same ranks on channels of their own, so that another thread can talk at the same time. Collective."""
+
+    def part(self, name: str, groups: Sequence[Sequence[int]]) -> Communicator | None:
+        """Channels among some of the ranks: those of the group that this rank is in, or None if it is in none.
+
+        Ranks are numbered anew, in the order of the group; `ranks` says which they are here. Collective.
+        """
+        raise CommunicationError(f"{type(self).__name__} cannot give some ranks channels of their own.")
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks' numbers in the whole, which differ from 0, 1, … where this is a part of it."""
+        return range(self.world_size)
 
     @abstractmethod
     def close(self) -> None:

@@ -35,11 +35,7 @@ LOOK_EVERY_S = 0.2
 
 def check_one_host(communicator: Communicator) -> None:
     """Refuse ranks that launch did not put on one host, or that cannot see each other's memory. Collective."""
-    if platform.machine() not in STRONG_MEMORY_ORDER:
-        raise PlanError(
-            f"shared memory relies on the memory order of x86; this is {platform.machine()}.",
-            action="Take method bucketed.",
-        )
+    _check_memory_order()
     identities = _identities(communicator)
     for rank, identity in enumerate(identities):
         if identity != identities[0]:
@@ -48,6 +44,33 @@ def check_one_host(communicator: Communicator) -> None:
                 action="Take method bucketed.",
                 rank=communicator.rank,
             )
+
+
+def _check_memory_order() -> None:
+    if platform.machine() not in STRONG_MEMORY_ORDER:
+        raise PlanError(
+            f"shared memory relies on the memory order of x86; this is {platform.machine()}.",
+            action="Take method bucketed.",
+        )
+
+
+def ranks_by_host(communicator: Communicator) -> list[list[int]]:
+    """The ranks of each host, as launch says; refused if those of one host cannot share memory. Collective."""
+    hosts: dict[int, list[int]] = {}
+    identities = _identities(communicator)
+    for rank, identity in enumerate(identities):
+        hosts.setdefault(identity[0], []).append(rank)
+    for host, ranks in hosts.items():
+        apart = [rank for rank in ranks if identities[rank] != identities[ranks[0]]]
+        if apart:
+            raise PlanError(
+                f"ranks {ranks[0]} and {apart[0]} were said to be on one host ({host}), but share no memory.",
+                action="Take method bucketed.",
+                rank=communicator.rank,
+            )
+    if len(hosts) < len(identities):
+        _check_memory_order()
+    return [hosts[host] for host in sorted(hosts)]
 
 
 def count_hosts(communicator: Communicator) -> int:
@@ -159,6 +182,7 @@ class Barrier:
     def __init__(self, segment: Segment, communicator: Communicator) -> None:
         self._flags = segment.flags
         self._rank = segment.rank
+        self._ranks = communicator.ranks
         self._deadline_s = communicator.deadline_s
         self._count = 0
         self._processes = _open_peers(communicator)
@@ -206,13 +230,13 @@ class Barrier:
         missing = [rank for rank, count in enumerate(self._flags.tolist()) if count < self._count]
         dead = [rank for rank in missing if self._has_ended(rank)]
         if dead:
-            raise PeerLostError(f"rank {dead[0]} ended during {what}.", rank=self._rank)
+            raise PeerLostError(f"rank {self._ranks[dead[0]]} ended during {what}.", rank=self._ranks[self._rank])
         if missing and waited_s > self._deadline_s:
-            names = ", ".join(f"rank {rank}" for rank in missing)
+            names = ", ".join(f"rank {self._ranks[rank]}" for rank in missing)
             raise DeadlineError(
                 f"{what} did not end within {self._deadline_s:g} s; missing: {names}.",
                 action="Look at what the missing ranks were doing, or raise deadline_s.",
-                rank=self._rank,
+                rank=self._ranks[self._rank],
             )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -25,8 +25,14 @@ Result = TypeVar("Result")
 class ThreadWorld:
     """What the ranks of one process share. Collectives meet on a board; the last to arrive does the work."""
 
-    def __init__(self, world_size: int, *, deadline_s: float = 30.0) -> None:
+    def __init__(
+        self, world_size: int, *, deadline_s: float = 30.0, hosts: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.world_size = world_size
+        self.hosts = hosts or [0] * world_size
+        """Which host each rank is on: as if, for threads are never further apart than this process."""
+        self.ranks = ranks or range(world_size)
         self.deadline_s = deadline_s
         self.store = dist.HashStore()
         self.changed = threading.Condition()
@@ -52,15 +58,18 @@ class ThreadWorld:
         end = time.monotonic() + self.deadline_s
         while not condition():
             if self.lost:
-                raise PeerLostError(f"rank {min(self.lost)} has left.")
+                raise PeerLostError(f"rank {self.ranks[min(self.lost)]} has left.")
             if not self.changed.wait(max(0.0, end - time.monotonic())) and time.monotonic() >= end:
                 raise DeadlineError("the deadline passed.")
 
-    def child(self, name: str) -> ThreadWorld:
-        """A world of the same ranks with a board of its own; the first rank to ask makes it."""
+    def child(self, name: str, members: Sequence[int]) -> ThreadWorld:
+        """A world of some or all of the ranks with a board of its own; the first rank to ask makes it."""
         with self.changed:
             if name not in self.children:
-                self.children[name] = ThreadWorld(self.world_size, deadline_s=self.deadline_s)
+                self.children[name] = ThreadWorld(
+                    len(members), deadline_s=self.deadline_s, hosts=[self.hosts[rank] for rank in members],
+                    ranks=[self.ranks[rank] for rank in members],
+                )  # fmt: skip
             return self.children[name]
 
     def leave(self, rank: int) -> None:
@@ -68,8 +77,10 @@ class ThreadWorld:
         with self.changed:
             self.lost.add(rank)
             self.changed.notify_all()
+        name = self.ranks[rank]
         for child in self.children.values():
-            child.leave(rank)
+            if name in child.ranks:
+                child.leave(child.ranks.index(name))
 
 
 class ThreadCommunicator(Communicator):
@@ -77,6 +88,7 @@ class ThreadCommunicator(Communicator):
         self.world = world
         self.rank = rank
         self.world_size = world.world_size
+        self.host_index = world.hosts[rank]
         self.store = world.store
         self._position = 0
         self._splits = 0
@@ -105,7 +117,19 @@ class ThreadCommunicator(Communicator):
 
     def split(self, name: str) -> ThreadCommunicator:
         self._splits += 1
-        return ThreadCommunicator(self.world.child(f"{name}#{self._splits}"), self.rank)
+        child = self.world.child(f"{name}#{self._splits}", range(self.world_size))
+        return ThreadCommunicator(child, self.rank)
+
+    def part(self, name: str, groups: Sequence[Sequence[int]]) -> ThreadCommunicator | None:
+        self._splits += 1
+        own = next((group for group in groups if self.rank in group), None)
+        if own is None:
+            return None
+        return ThreadCommunicator(self.world.child(f"{name}#{self._splits}/{own[0]}", own), own.index(self.rank))
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self.world.ranks
 
     def close(self) -> None:
         pass
@@ -165,13 +189,14 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def run_threads(
-    world_size: int, function: Callable[[Communicator], Result], *, deadline_s: float = 30.0
-) -> list[Result]:
+    world_size: int, function: Callable[[Communicator], Result], *, deadline_s: float = 30.0,
+    hosts: Sequence[int] | None = None,
+) -> list[Result]:  # fmt: skip
     """Run function(communicator) on every rank, each in its own thread; results by rank.
 
     The first rank's own error is raised; errors that others got because of it are not.
     """
-    world = ThreadWorld(world_size, deadline_s=deadline_s)
+    world = ThreadWorld(world_size, deadline_s=deadline_s, hosts=hosts)
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,6 +33,7 @@ class TorchCommunicator(Communicator):
         self.host_index = host_index
         self.rank = group.rank()
         self.world_size = group.size()
+        self._ranks: Sequence[int] = range(self.world_size)
         self._owned = owned
         self._splits = 0
         if dist.get_backend(group) == "nccl":
@@ -50,6 +51,25 @@ class TorchCommunicator(Communicator):
         whole = len(ranks) == dist.get_world_size()
         group = dist.new_group(ranks, self.deadline, dist.get_backend(self.group)) if whole else self.group
         return TorchCommunicator(group, store, owned=whole, deadline=self.deadline, host_index=self.host_index)
+
+    def part(self, name: str, groups: Sequence[Sequence[int]]) -> TorchCommunicator | None:
+        """Only the members meet, so this works within a subgroup of the world too."""
+        self._splits += 1
+        own = next((list(group) for group in groups if self.rank in group), None)
+        if own is None:
+            return None
+        ranks = dist.get_process_group_ranks(self.group)
+        made = dist.new_group(
+            [ranks[one] for one in own], self.deadline, dist.get_backend(self.group), use_local_synchronization=True
+        )
+        store = dist.PrefixStore(f"{name}#{self._splits}/{own[0]}", self.store)
+        part = TorchCommunicator(made, store, owned=True, deadline=self.deadline, host_index=self.host_index)
+        part._ranks = [self.ranks[one] for one in own]
+        return part
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self._ranks
 
     def close(self) -> None:
         if self._owned and dist.is_initialized():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from syncline.comm.communicator import Communicator, Operation, TellsWhenDone, Work
 from syncline.comm.wrapper import Wrapper
@@ -17,6 +17,10 @@ class Traced(Wrapper):
 
     def split(self, name: str) -> Communicator:
         return Traced(self.inner.split(name), self.log)
+
+    def part(self, name: str, groups: Sequence[Sequence[int]]) -> Communicator | None:
+        inner = self.inner.part(name, groups)
+        return inner and Traced(inner, self.log)
 
     def start(self, operation: Operation) -> Work:
         start_ns = time.monotonic_ns()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from syncline.comm.communicator import Communicator, Operation, Work
 
@@ -20,6 +20,10 @@ class Wrapper(Communicator):
     @property
     def backend(self) -> Communicator:
         return self.inner.backend
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self.inner.ranks
 
     def run(self, operation: Operation, body: Callable[[Communicator], None]) -> None:
         self.inner.run(operation, body)

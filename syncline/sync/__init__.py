@@ -14,6 +14,7 @@ from syncline.sync.base import GradientSync
 from syncline.sync.bucketed import Bucketed
 from syncline.sync.ddp import DDP
 from syncline.sync.gather_scatter import GatherScatter
+from syncline.sync.hierarchical import Hierarchical
 from syncline.sync.point_to_point import PointToPoint
 from syncline.sync.shared_memory import SharedMemory
 from syncline.sync.single import Single
@@ -28,6 +29,7 @@ CLASSES: dict[str, type[GradientSync]] = {
     "ddp": DDP,
     "bucketed": Bucketed,
     "shared-memory": SharedMemory,
+    "hierarchical": Hierarchical,
     "ring": Bucketed,
     "tree": Bucketed,
     "halving-doubling": Bucketed,
@@ -54,7 +56,7 @@ def make_sync(
             "among ranks of torch, take method bucketed.",
         )
     given = {**PRESETS.get(method, {}), **options}
-    if method in ("ddp", "shared-memory"):
+    if method in ("ddp", "shared-memory", "hierarchical"):
         given["log"] = log  # their transfers do not pass the communicator
     sync = CLASSES[method](communicator, **given)
     if log is not None:

@@ -50,9 +50,12 @@ class Bucketed(FlatSync):
         self._overlap = overlap
         self._hook: tuple[object, CommHook] | None = None
         self._rebuilt = False
-        channels = [communicator.split(f"buckets {number}") for number in range(groups)]
         wire = WIRE_DTYPES[transfer_dtype] if transfer_dtype else None
-        self._sender = _Sender(channels, collective, wire)
+        self._sender = _Sender(self.open_channels(groups), collective, wire)
+
+    def open_channels(self, groups: int) -> list[Communicator]:
+        """What buckets travel on, in turn. Collective."""
+        return [self.communicator.split(f"buckets {number}") for number in range(groups)]
 
     @property
     def scale_early(self) -> float | None:

@@ -42,25 +42,13 @@ class SharedMemory(FlatSync):
         self._barrier: Barrier | None = None
 
     def allocate(self, layout: Layout) -> dict[Group, Tensor]:
-        for _, device in layout.lengths:
-            if device.type != "cpu":
-                raise PlanError(f"method shared-memory averages on cpu, but a parameter is on {device}.")
-        sizes = {
-            group: -(-length * group[0].itemsize // ALIGNMENT) * ALIGNMENT for group, length in layout.lengths.items()
-        }
-        per_rank = sum(sizes.values())
-        world_size = self.communicator.world_size
-        segment = Segment(self.communicator, per_rank * world_size)
+        segment, rows = allocate_rows(self.communicator, layout, "shared-memory")
         self._barrier = Barrier(segment, self.communicator)
-        self._pieces, self._num_bytes, buffers, offset = [], 0, {}, 0
-        for group, length in layout.lengths.items():
-            starts = [rank * per_rank + offset for rank in range(world_size)]
-            row = [segment.tensor(group[0], length, start) for start in starts]
+        self._pieces, self._num_bytes = [], 0
+        for row in rows.values():
             self._pieces += cut_slice(row, self.communicator.rank)
             self._num_bytes += row[0].numel() * row[0].element_size()
-            buffers[group] = row[self.communicator.rank]
-            offset += sizes[group]
-        return buffers
+        return {group: row[self.communicator.rank] for group, row in rows.items()}
 
     def detach(self) -> None:
         super().detach()
@@ -82,6 +70,26 @@ class SharedMemory(FlatSync):
                 "collective", name="shared_memory", label="all gradients", bytes=self._num_bytes,
                 ready=ready_ns, start=start_ns, end=time.monotonic_ns(),
             )  # fmt: skip
+
+
+def allocate_rows(
+    communicator: Communicator, layout: Layout, method: str
+) -> tuple[Segment, dict[Group, list[Tensor]]]:
+    """One segment with every rank's buffers; by group, the buffer of each rank. Collective."""
+    for _, device in layout.lengths:
+        if device.type != "cpu":
+            raise PlanError(f"method {method} averages on cpu, but a parameter is on {device}.")
+    sizes = {
+        group: -(-length * group[0].itemsize // ALIGNMENT) * ALIGNMENT for group, length in layout.lengths.items()
+    }
+    per_rank = sum(sizes.values())
+    segment = Segment(communicator, per_rank * communicator.world_size)
+    rows, offset = {}, 0
+    for group, length in layout.lengths.items():
+        starts = [rank * per_rank + offset for rank in range(communicator.world_size)]
+        rows[group] = [segment.tensor(group[0], length, start) for start in starts]
+        offset += sizes[group]
+    return segment, rows
 
 
 def cut_slice(row: list[Tensor], rank: int) -> list[list[Any]]:
