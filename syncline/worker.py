@@ -177,7 +177,7 @@ def _calibrate(rank: Rank, run: RunFolder, batches: Batches) -> None:
         alone = make_sync("single", communicator)
         worker = Worker(model, alone.attach(model), alone, optimizer, batches, rank.log, smoothing)
         sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, communicator.world_size)
-        steps = calibrate(worker, next(sharding.epoch(0)), plan.measure.calibration, communicator)
+        steps = calibrate(worker, sharding, plan.measure.calibration, communicator)
         samples = -(-plan.global_batch // communicator.world_size)
         about = {"model": plan.model, "threads": plan.threads or 1, "samples": samples}
         about["num_train"] = batches.num_train

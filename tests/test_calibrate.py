@@ -19,7 +19,16 @@ from syncline.spans import EventLog, read_log
 from syncline.store import RunFolder
 from syncline.sync import make_sync
 from syncline.train import calibrate as module
-from syncline.train.calibrate import PHASES, REST, StepTimes, calibrate, compute_times, gather_times, median_of
+from syncline.train.calibrate import (
+    PHASES,
+    REST,
+    StepTimes,
+    calibrate,
+    compute_times,
+    first_shards,
+    gather_times,
+    median_of,
+)
 from syncline.train.step import Worker
 from syncline.workload.recorded import ComputeTimes
 from syncline.workload.sharding import Sharding
@@ -47,8 +56,7 @@ def live(num_steps: int = 2) -> Any:
         sync = make_sync("single", comm)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         worker = Worker(model, sync.attach(model), sync, optimizer, small_batches(), log)
-        shard = next(Sharding(200, 6, 7, comm.rank, comm.world_size).epoch(0))
-        steps = calibrate(worker, shard, num_steps, comm)
+        steps = calibrate(worker, Sharding(200, 6, 7, comm.rank, comm.world_size), num_steps, comm)
         times = gather_times(steps, model, comm, {"model": "mine", "samples": 3})
         assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
         return steps, times, log
@@ -125,6 +133,14 @@ def test_medians_over_ranks_in_the_order_of_readiness() -> None:
     ]  # fmt: skip
     assert (times.data_s, times.update_s, times.forward_s, times.backward_s) == (2.0, 5.0, 20.0, 31.0)
     assert [(one.forward_s, one.backward_s) for one in times.ranks] == [(10.0, 20.5), (30.0, 41.5), (20.0, 31.0)]
+
+
+def test_shards_are_of_whole_batches_from_as_many_epochs_as_it_takes() -> None:
+    found = list(first_shards(Sharding(10, 4, 0, 1, 2), 5))
+    assert [(shard.epoch, shard.step, shard.num_global) for shard in found] == [
+        (0, 0, 4), (0, 1, 4), (1, 0, 4), (1, 1, 4), (2, 0, 4)
+    ]  # fmt: skip
+    assert [shard.num_global for shard in first_shards(Sharding(3, 4, 0), 2)] == [3, 3]
 
 
 def test_median_of_nothing_is_nothing() -> None:

@@ -7,12 +7,14 @@ Only here is every layer timed; real steps pay nothing for it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -22,8 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from syncline.comm.communicator import Communicator
 from syncline.spans import EventLog, Record
 from syncline.train.step import Worker, train_step
+from syncline.workload.ahead import announced
 from syncline.workload.recorded import ComputeTimes
-from syncline.workload.sharding import Shard
+from syncline.workload.sharding import Shard, Sharding
 
 LONGEST_S = 10.0
 """No further step is begun after this time, so that a slow model is not held up by the default."""
@@ -43,13 +46,15 @@ class StepTimes:
     """By parameter."""
 
 
-def calibrate(worker: Worker, shard: Shard, num_steps: int, communicator: Communicator) -> list[StepTimes]:
+def calibrate(worker: Worker, sharding: Sharding, num_steps: int, communicator: Communicator) -> list[StepTimes]:
     """This rank's steps, the first one cut; written to the log as records of kind `calibration`. Collective."""
     log, started = worker.log, time.monotonic()
     aside = replace(worker, log=EventLog(rank=log.rank))
     steps: list[StepTimes] = []
     with torch.random.fork_rng(), _watching(worker.model) as watch:
-        while len(steps) <= num_steps and not _someone_is_late(communicator, steps, started):
+        for shard in announced(worker.batches, first_shards(sharding, num_steps + 1)):
+            if _someone_is_late(communicator, steps, started):
+                break
             watch.clear()
             aside.log.records.clear()
             train_step(aside, shard)
@@ -58,6 +63,13 @@ def calibrate(worker: Worker, shard: Shard, num_steps: int, communicator: Commun
     for turn, step in enumerate(counted):
         log.add("calibration", turn=turn, **{name: round(step.phases[name] * 1e9) for name in PHASES})
     return counted
+
+
+def first_shards(sharding: Sharding, count: int) -> Iterator[Shard]:
+    """Shards of whole batches, from as many epochs as it takes; of a data set smaller than a batch, what there is."""
+    whole = sharding.batch_size(0)
+    shards = chain.from_iterable(sharding.epoch(epoch) for epoch in itertools.count())
+    return islice((shard for shard in shards if shard.num_global == whole), count)
 
 
 def _someone_is_late(communicator: Communicator, steps: list[StepTimes], started: float) -> bool:
