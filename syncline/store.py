@@ -64,6 +64,10 @@ class RunFolder:
     def info(self) -> dict[str, Any]:
         return _read_json(self.path / "run.json")
 
+    def machine(self) -> dict[str, Any]:
+        """What the run ran on."""
+        return _read_json(self.path / "machine.json")
+
     def summary(self) -> dict[str, Any] | None:
         path = self.path / "summary.json"
         return _read_json(path) if path.exists() else None

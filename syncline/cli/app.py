@@ -10,6 +10,7 @@ import syncline
 from syncline.cli.cluster import cluster
 from syncline.cli.compare import compare
 from syncline.cli.data import data
+from syncline.cli.explain import explain
 from syncline.cli.launch import launch
 from syncline.cli.probe import probe
 from syncline.cli.runs import methods, runs
@@ -25,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, compare, verify, probe, launch, methods, schedule, runs, data):
+for verb in (train, compare, verify, explain, probe, launch, methods, schedule, runs, data):
     app.command()(verb)
 app.add_typer(cluster, name="cluster")
 

@@ -69,8 +69,8 @@ class RankStep:
         return self.end - self.start
 
     def phase(self, name: str) -> Phase | None:
-        """The first phase of that name."""
-        return next((phase for phase in self.phases if phase.name == name), None)
+        """The last phase of that name: a user's step may have several backwards."""
+        return next((phase for phase in reversed(self.phases) if phase.name == name), None)
 
 
 @dataclass(frozen=True)

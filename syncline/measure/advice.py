@@ -1,0 +1,302 @@
+"""What to do about a step: rules with thresholds, each with the most that it could save, computed from the log.
+
+A rule looks at the facts of one method and returns one piece of advice or none. Savings are upper bounds: what is
+named is gone and nothing else grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from syncline.measure.breakdown import Breakdown, BucketMeans
+from syncline.measure.stragglers import BETWEEN, Disagreement, Straggler
+from syncline.plan import METHOD_OPTIONS
+from syncline.units import format_seconds
+
+COMPUTE = ("forward", "backward", "update")
+MOSTLY_COMPUTE = 0.9
+MUCH_WIRE = 0.25
+HALF = 0.5
+SOME = 0.1
+MUCH_DATA = 0.15
+MUCH_UPDATE = 0.2
+UNEXPLAINED = 0.05
+LITTLE_OVERLAP = 0.1
+FEW_BUCKETS = 0.8
+"""Of the exposed wire: the buckets that are named."""
+MOST = 3
+"""Pieces of advice in the verdict."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about one method in one run."""
+
+    method: str
+    """As the plan names it, without what a comparison adds."""
+    breakdown: Breakdown
+    stragglers: Sequence[Straggler] = ()
+    disagreement: Disagreement | None = None
+    hosts: int = 1
+    cores: int | None = None
+    """Of one host."""
+    threads: Mapping[int, int] = field(default_factory=dict)
+    """Compute threads by rank, as far as known."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the method, as the plan gives them."""
+
+    @property
+    def workers(self) -> int:
+        return len(self.breakdown.ranks)
+
+    @property
+    def late_s(self) -> float:
+        """Waiting that a named straggler explains."""
+        return sum(one.waited_s for one in self.stragglers) * (self.workers - 1) / self.workers
+
+
+@dataclass(frozen=True)
+class Advice:
+    rule: str
+    text: str
+    saves_s: float | None = None
+    """Most that a step could gain; None where nothing can be gained."""
+
+
+Rule = Callable[[Facts], Advice | None]
+
+
+def advise(facts: Facts) -> list[Advice]:
+    """What the rules say, the largest gain first."""
+    found = [advice for rule in RULES if (advice := rule(facts)) is not None]
+    return sorted(found, key=lambda advice: -(advice.saves_s or 0.0))
+
+
+def verdict(facts: Facts, advice: Sequence[Advice]) -> str:
+    """One paragraph: where the time goes, then the advice that could save most."""
+    sentences = [_where_it_goes(facts), *(one.text for one in advice[:MOST])]
+    if not advice:
+        sentences.append("No single thing stands out.")
+    return " ".join(sentences)
+
+
+def _where_it_goes(facts: Facts) -> str:
+    own = facts.breakdown
+    named = {
+        "compute": own.share(*COMPUTE),
+        "exposed wire": own.share("wire"),
+        "waiting for other ranks": own.share("wait"),
+        "copying gradients": own.share("pack"),
+        "data": own.share("data", "copy"),
+        "other": own.share("other"),
+    }
+    shares = [
+        f"{share:.0%} {name}" for name, share in sorted(named.items(), key=lambda one: -one[1]) if share >= 0.01
+    ]
+    workers = "one worker" if facts.workers == 1 else f"{facts.workers} workers"
+    return f"A step of {facts.method} on {workers} takes {format_seconds(own.step_s)}: {', '.join(shares)}."
+
+
+def mostly_compute(facts: Facts) -> Advice | None:
+    share = facts.breakdown.share(*COMPUTE)
+    if share < MOSTLY_COMPUTE:
+        return None
+    if facts.workers == 1:
+        return Advice("mostly compute", f"The step is {share:.0%} compute: faster cores or more workers would help.")
+    saves = _parts(facts, "wire", "wait", "pack")
+    text = (
+        f"The step is {share:.0%} compute: another method changes nothing (it saves at most {format_seconds(saves)})."
+    )
+    return Advice("mostly compute", text, saves)
+
+
+def straggler(facts: Facts) -> Advice | None:
+    if not facts.stragglers:
+        return None
+    one = facts.stragglers[0]
+    often = "every step" if one.late_steps == one.steps else f"{one.late_steps} of {one.steps} steps"
+    held_up = "between steps" if one.phase == BETWEEN else f"in {one.phase}"
+    text = (
+        f"Rank {one.rank} is late {held_up} by {format_seconds(one.late_s)} on {often}: "
+        f"the others wait {one.waited_share:.0%} of the time"
+    )
+    if one.has_fewer_threads:
+        text += f"; it has {_threads(one.threads)}, the others {one.others_threads}"
+    return Advice("straggler", f"{text}. Without it a step saves at most {format_seconds(one.saves_s)}.", one.saves_s)
+
+
+def waiting(facts: Facts) -> Advice | None:
+    """Waiting that no regular straggler explains."""
+    saves = _parts(facts, "wait") - facts.late_s
+    if saves < SOME * facts.breakdown.step_s:
+        return None
+    text = f"Ranks wait {format_seconds(saves)} of each step for one another, and no rank is always the last"
+    if _short_of_cores(facts):
+        text += f": {_all_threads(facts)} threads share {facts.cores} cores of a host, so ranks take turns"
+    return Advice("waiting", f"{text}. Evenly fast ranks save at most {format_seconds(saves)}.", saves)
+
+
+def wire_bound(facts: Facts) -> Advice | None:
+    share = facts.breakdown.share("wire")
+    if share < MUCH_WIRE:
+        return None
+    wire = _parts(facts, "wire")
+    buckets = _heavy_buckets(facts.breakdown.buckets)
+    where = f" on {_name_buckets(buckets, len(facts.breakdown.buckets))}" if buckets else ""
+    more = "more workers will not help" if share >= HALF else "more workers shrink only the rest"
+    text = f"{share:.0%} of the step is exposed wire{where}: moving gradients is the limit, {more}."
+    return Advice("wire", text, wire)
+
+
+def sixteen_bits(facts: Facts) -> Advice | None:
+    if facts.breakdown.share("wire") < MUCH_WIRE or facts.options.get("transfer_dtype"):
+        return None
+    if facts.method == "shared-memory":
+        return None  # nothing is sent that could be made smaller
+    saves = _parts(facts, "wire") / 2
+    how = "" if "transfer_dtype" in METHOD_OPTIONS.get(facts.method, ()) else " with method bucketed"
+    return Advice("16 bits", f"Sending bf16{how} would save at most {format_seconds(saves)}, and is lossy.", saves)
+
+
+def overlap(facts: Facts) -> Advice | None:
+    own = facts.breakdown
+    if own.overlap is None or own.overlap >= LITTLE_OVERLAP or own.share("wire") < SOME:
+        return None
+    if facts.method == "shared-memory":
+        return None  # what it does uses the cores that backward uses
+    saves = min(_parts(facts, "wire"), _parts(facts, "backward"))
+    overlaps = "bucket_cap_mb" in METHOD_OPTIONS.get(facts.method, ()) and facts.options.get("overlap", True)
+    if overlaps and facts.method != "mpi":  # which sends after backward unless told otherwise
+        if len(own.buckets) > 1:
+            return None
+        text = "One bucket cannot start before backward ends: a smaller options.bucket_cap_mb would save at most"
+    else:
+        text = "Nothing is sent while backward runs: a method that overlaps (bucketed) would save at most"
+    return Advice("overlap", f"{text} {format_seconds(saves)}.", saves)
+
+
+def last_bucket(facts: Facts) -> Advice | None:
+    """An overlapping method whose last bucket is so large that it cannot start early."""
+    own = facts.breakdown
+    if own.overlap is None or own.overlap < LITTLE_OVERLAP or own.share("wire") < SOME or len(own.buckets) < 2:
+        return None
+    last, total = own.buckets[-1], sum(one.num_bytes for one in own.buckets)
+    if last.wire_s < FEW_BUCKETS * _parts(facts, "wire") or last.num_bytes < total / len(own.buckets):
+        return None
+    if "bucket_cap_mb" not in METHOD_OPTIONS.get(facts.method, ()):
+        return None
+    text = (
+        f"The exposed wire is the last bucket, {last.num_bytes / total:.0%} of the bytes: "
+        f"a smaller options.bucket_cap_mb would save at most {format_seconds(last.wire_s)}."
+    )
+    return Advice("last bucket", text, last.wire_s)
+
+
+def one_host(facts: Facts) -> Advice | None:
+    saves = _parts(facts, "wire")
+    if facts.workers == 1 or facts.hosts > 1 or facts.method == "shared-memory":
+        return None
+    if facts.breakdown.share("wire") < SOME:
+        return None
+    text = "All ranks are on one host: method shared-memory sends nothing and would save at most"
+    return Advice("one host", f"{text} {format_seconds(saves)}.", saves)
+
+
+def data_bound(facts: Facts) -> Advice | None:
+    share = facts.breakdown.share("data", "copy")
+    if share < MUCH_DATA:
+        return None
+    saves = _parts(facts, "data", "copy")
+    text = f"Loading data takes {share:.0%} of the step and nothing else runs meanwhile: "
+    return Advice("data", f"{text}loading ahead would save at most {format_seconds(saves)}.", saves)
+
+
+def copying(facts: Facts) -> Advice | None:
+    share = facts.breakdown.share("pack")
+    if share < SOME:
+        return None
+    saves = _parts(facts, "pack")
+    text = f"Copying and dividing gradients takes {share:.0%} of the step; without it a step saves at most"
+    return Advice("copying", f"{text} {format_seconds(saves)}.", saves)
+
+
+def slow_update(facts: Facts) -> Advice | None:
+    share = facts.breakdown.share("update")
+    if share < MUCH_UPDATE:
+        return None
+    saves = _parts(facts, "update")
+    text = f"The update takes {share:.0%} of the step: a larger batch makes it rarer; it saves at most"
+    return Advice("update", f"{text} {format_seconds(saves)}.", saves)
+
+
+def step_times_disagree(facts: Facts) -> Advice | None:
+    one = facts.disagreement
+    if one is None:
+        return None
+    text = (
+        f"Ranks' own step times disagree: {format_seconds(one.longest_s)} on rank {one.longest_rank}, "
+        f"{format_seconds(one.shortest_s)} on rank {one.shortest_rank}; "
+        f"{format_seconds(one.difference_s)} of that is {one.part}."
+    )
+    return Advice("step times disagree", text)
+
+
+def unexplained(facts: Facts) -> Advice | None:
+    share = facts.breakdown.share("other")
+    if share <= UNEXPLAINED:
+        return None
+    return Advice("other", f"{share:.0%} of the step is outside every phase of the log, and not explained.")
+
+
+RULES: tuple[Rule, ...] = (
+    mostly_compute,
+    straggler,
+    waiting,
+    wire_bound,
+    sixteen_bits,
+    overlap,
+    last_bucket,
+    one_host,
+    data_bound,
+    copying,
+    slow_update,
+    step_times_disagree,
+    unexplained,
+)
+
+
+def _parts(facts: Facts, *parts: str) -> float:
+    return sum(facts.breakdown.parts_s[part] for part in parts)
+
+
+def _heavy_buckets(buckets: Sequence[BucketMeans]) -> list[BucketMeans]:
+    """The fewest that hold most of the exposed wire, in order of readiness."""
+    total, held, chosen = sum(one.wire_s for one in buckets), 0.0, []
+    for one in sorted(buckets, key=lambda one: -one.wire_s):
+        if held >= FEW_BUCKETS * total:
+            break
+        chosen.append(one)
+        held += one.wire_s
+    return [one for one in buckets if one in chosen]
+
+
+def _name_buckets(chosen: Sequence[BucketMeans], count: int) -> str:
+    if count == 1:
+        return "the only bucket"
+    if len(chosen) == 1:
+        return chosen[0].label
+    return f"{len(chosen)} of {count} buckets"
+
+
+def _short_of_cores(facts: Facts) -> bool:
+    return facts.cores is not None and _all_threads(facts) > facts.cores * facts.hosts
+
+
+def _all_threads(facts: Facts) -> int:
+    return sum(facts.threads.values())
+
+
+def _threads(count: int | None) -> str:
+    return "1 thread" if count == 1 else f"{count} threads"

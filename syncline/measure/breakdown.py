@@ -1,0 +1,297 @@
+"""Where a step's time went, on each rank: nine parts that add up to the step exactly.
+
+Backward ends when this rank's last gradient is ready, not when `backward()` returns. From there to the end of
+synchronisation is the exposed window. In it an instant is
+
+    pack   while the computing thread copies or divides gradients, or nothing is pending any more
+    wire   if any pending bucket (ready here, not yet ended here) is ready on all ranks
+    wait   otherwise: until the first pending bucket is ready everywhere, charged to the last rank and that bucket
+
+Copying inside backward is pack, too. What no phase covers is other. Transfers under way before the window are hidden
+communication: it stands beside the parts, not among them. Times are nanoseconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from syncline.measure.events import RankStep, Step, Transfer
+
+PARTS = ("data", "copy", "forward", "backward", "pack", "wait", "wire", "update", "other")
+PART_OF = {"data": "data", "copy": "copy", "forward": "forward", "score": "forward", "update": "update"}
+"""The part that a phase counts as; loss and accuracy are read from forward's result."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What one rank sends under one label in a step, be it one operation or a gather and a scatter."""
+
+    label: str
+    num_bytes: int
+    ready: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nanoseconds in which this rank waited for another one's bucket."""
+
+    rank: int
+    bucket: str
+    duration: int
+
+
+@dataclass(frozen=True)
+class RankBreakdown:
+    rank: int
+    duration: int
+    parts: dict[str, int]
+    """Adds up to the duration."""
+    last_ready: int
+    """When the last gradient of this rank was ready; the end of backward where nothing is sent."""
+    waits: tuple[Wait, ...] = ()
+    wire: dict[str, int] = field(default_factory=dict)
+    """The exposed wire by bucket: an instant counts for the bucket under way that ends first."""
+    hidden: int = 0
+    """Time before the last gradient in which a transfer was under way."""
+
+
+def break_down(step: Step) -> dict[int, RankBreakdown]:
+    """Every rank's breakdown of a step that all ranks have finished."""
+    buckets = {rank: buckets_of(one) for rank, one in step.ranks.items()}
+    return {rank: _break_down(one, buckets) for rank, one in step.ranks.items()}
+
+
+def buckets_of(rank_step: RankStep) -> dict[str, Bucket]:
+    """In order of readiness."""
+    groups: dict[str, list[Transfer]] = defaultdict(list)
+    for transfer in rank_step.transfers:
+        groups[transfer.label].append(transfer)
+    found = [
+        Bucket(
+            label,
+            max(one.num_bytes for one in group),
+            min(one.ready for one in group),
+            min(one.start for one in group),
+            max(one.end for one in group),
+        )
+        for label, group in groups.items()
+    ]
+    return {one.label: one for one in sorted(found, key=lambda one: one.ready)}
+
+
+def last_to_be_ready(label: str, buckets: Mapping[int, Mapping[str, Bucket]]) -> tuple[int, int]:
+    """(when a bucket was ready on all ranks that have it, which rank was the last)."""
+    return max((own[label].ready, rank) for rank, own in buckets.items() if label in own)
+
+
+def _break_down(own: RankStep, buckets: Mapping[int, Mapping[str, Bucket]]) -> RankBreakdown:
+    mine = list(buckets[own.rank].values())
+    window = _exposed_window(own, mine)
+    free = Claims(own.start, own.end)
+    parts = dict.fromkeys(PARTS, 0)
+    waits: list[Wait] = []
+    wire: dict[str, int] = {}
+    last_ready = max((one.ready for one in mine), default=window[0] if window else own.end)
+    if window is not None:
+        exposed = Claims(*window)
+        parts["pack"] += sum(exposed.take(one.start, one.end) for one in own.packs if one.busy >= one.end - one.start)
+        wire, waits = _claim_transfers(exposed, mine, buckets)
+        parts["wire"], parts["wait"] = sum(wire.values()), sum(one.duration for one in waits)
+        parts["pack"] += exposed.take(*window)
+        free.take(*window)
+    for phase in own.phases:
+        part = "backward" if phase.name == "backward" else PART_OF.get(phase.name)
+        if part is not None:
+            parts[part] += free.take(phase.start, phase.end)
+    packed = min(_packed_in_backward(own, window), parts["backward"])
+    parts["backward"] -= packed
+    parts["pack"] += packed
+    parts["other"] = own.duration - sum(parts.values())
+    return RankBreakdown(own.rank, own.duration, parts, last_ready, tuple(waits), wire, _hidden(own, window, buckets))
+
+
+def _exposed_window(own: RankStep, mine: Sequence[Bucket]) -> tuple[int, int] | None:
+    """From the last gradient to the end of synchronisation."""
+    backward, sync = own.phase("backward"), own.phase("sync")
+    if backward is None and sync is None:
+        return None
+    end = min(max(phase.end for phase in (backward, sync) if phase is not None), own.end)
+    if backward is None:
+        start = sync.start if sync is not None else end
+    else:
+        ready = max((one.ready for one in mine), default=backward.end)
+        start = min(max(ready, backward.start), backward.end)
+    return (min(max(start, own.start), end), end)
+
+
+def _claim_transfers(
+    exposed: Claims, mine: Sequence[Bucket], buckets: Mapping[int, Mapping[str, Bucket]]
+) -> tuple[dict[str, int], list[Wait]]:
+    everywhere = {one.label: last_to_be_ready(one.label, buckets) for one in mine}
+    wire = {
+        one.label: taken
+        for one in sorted(mine, key=lambda one: one.end)
+        if (taken := exposed.take(max(one.ready, everywhere[one.label][0]), one.end))
+    }
+    waits = [
+        Wait(everywhere[one.label][1], one.label, taken)
+        for one in sorted(mine, key=lambda one: everywhere[one.label])
+        if (taken := exposed.take(one.ready, min(everywhere[one.label][0], one.end)))
+    ]
+    return wire, waits
+
+
+def _packed_in_backward(own: RankStep, window: tuple[int, int] | None) -> int:
+    """Records of copying that was added up, and what of the others lies before the window."""
+    start = window[0] if window else own.end
+    total = 0
+    for pack in own.packs:
+        solid = pack.busy >= pack.end - pack.start
+        total += max(0, min(pack.end, start) - pack.start) if solid else pack.busy
+    return total
+
+
+def _hidden(own: RankStep, window: tuple[int, int] | None, buckets: Mapping[int, Mapping[str, Bucket]]) -> int:
+    """A transfer is under way from when the last rank has started it."""
+    before = Claims(own.start, window[0] if window else own.end)
+    return sum(
+        before.take(max(others[one.label].start for others in buckets.values() if one.label in others), one.end)
+        for one in buckets[own.rank].values()
+    )
+
+
+class Claims:
+    """A stretch of time that is given away piece by piece: no instant twice."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self._free = [(start, end)] if start < end else []
+
+    def take(self, start: int, end: int) -> int:
+        """How much between start and end was still free; now it is not."""
+        taken, left = 0, []
+        for low, high in self._free:
+            first, last = max(low, start), min(high, end)
+            if first >= last:
+                left.append((low, high))
+                continue
+            taken += last - first
+            left += [piece for piece in ((low, first), (last, high)) if piece[0] < piece[1]]
+        self._free = left
+        return taken
+
+
+# Means over steps and ranks.
+
+
+@dataclass(frozen=True)
+class RankMeans:
+    rank: int
+    step_s: float
+    parts_s: dict[str, float]
+    hidden_s: float
+
+
+@dataclass(frozen=True)
+class WaitMean:
+    """What all ranks together waited for one rank's bucket, per step and rank."""
+
+    rank: int
+    bucket: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BucketMeans:
+    label: str
+    num_bytes: int
+    wire_s: float
+    """Exposed, per step and rank."""
+    duration_s: float
+    """From ready on all ranks to the end."""
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Means over the counted steps; parts add up to `step_s`, for each rank and over all of them."""
+
+    steps: int
+    step_s: float
+    median_s: float
+    """Of the slowest rank, as a comparison prints it."""
+    parts_s: dict[str, float]
+    hidden_s: float
+    overlap: float | None
+    """Hidden / (hidden + exposed wire); None where nothing is sent."""
+    ranks: list[RankMeans]
+    waits: list[WaitMean]
+    """Largest first."""
+    buckets: list[BucketMeans]
+    """In order of readiness."""
+
+    def share(self, *parts: str) -> float:
+        return sum(self.parts_s[part] for part in parts) / self.step_s if self.step_s else 0.0
+
+
+def summarise(steps: Sequence[Step], found: Sequence[Mapping[int, RankBreakdown]]) -> Breakdown | None:
+    """None if there is no step to count."""
+    if not found:
+        return None
+    ranks = [_rank_means([one[rank] for one in found]) for rank in sorted(found[0])]
+    count = len(found) * len(ranks)
+    waits: dict[tuple[int, str], int] = defaultdict(int)
+    for one in found:
+        for wait in (wait for own in one.values() for wait in own.waits):
+            waits[wait.rank, wait.bucket] += wait.duration
+    parts = {part: statistics.fmean(one.parts_s[part] for one in ranks) for part in PARTS}
+    hidden = statistics.fmean(one.hidden_s for one in ranks)
+    return Breakdown(
+        steps=len(found),
+        step_s=statistics.fmean(one.step_s for one in ranks),
+        median_s=statistics.median(max(own.duration for own in one.values()) for one in found) / 1e9,
+        parts_s=parts,
+        hidden_s=hidden,
+        overlap=hidden / (hidden + parts["wire"]) if hidden + parts["wire"] else None,
+        ranks=ranks,
+        waits=sorted(
+            (WaitMean(rank, bucket, total / count / 1e9) for (rank, bucket), total in waits.items()),
+            key=lambda one: -one.seconds,
+        ),
+        buckets=_bucket_means(steps, found),
+    )
+
+
+def _rank_means(found: Sequence[RankBreakdown]) -> RankMeans:
+    return RankMeans(
+        rank=found[0].rank,
+        step_s=statistics.fmean(one.duration for one in found) / 1e9,
+        parts_s={part: statistics.fmean(one.parts[part] for one in found) / 1e9 for part in PARTS},
+        hidden_s=statistics.fmean(one.hidden for one in found) / 1e9,
+    )
+
+
+def _bucket_means(steps: Sequence[Step], found: Sequence[Mapping[int, RankBreakdown]]) -> list[BucketMeans]:
+    """Of the labels of the last step: the first may have others."""
+    durations: dict[str, list[int]] = defaultdict(list)
+    wire: dict[str, int] = defaultdict(int)
+    for step, broken in zip(steps, found, strict=True):
+        buckets = {rank: buckets_of(one) for rank, one in step.ranks.items()}
+        for rank, own in buckets.items():
+            for label, one in own.items():
+                ready, _ = last_to_be_ready(label, buckets)
+                durations[label].append(max(0, one.end - ready))
+                wire[label] += broken[rank].wire.get(label, 0)
+    last = steps[-1].ranks
+    return [
+        BucketMeans(
+            label,
+            one.num_bytes,
+            wire[label] / len(durations[label]) / 1e9,
+            statistics.fmean(durations[label]) / 1e9,
+        )
+        for label, one in buckets_of(last[min(last)]).items()
+    ]

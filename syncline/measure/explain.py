@@ -1,0 +1,327 @@
+"""What `syncline explain` says about a run, as data: the breakdown of each method, stragglers, advice, a verdict.
+
+`explain(run)` reads the event logs and puts together what the other modules of this stage find in them. The result
+turns into JSON as it is (`as_document`); reports draw it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from syncline.errors import RunFolderError, SynclineError
+from syncline.measure.advice import Advice, Facts, advise, verdict
+from syncline.measure.breakdown import (
+    Breakdown,
+    RankBreakdown,
+    break_down,
+    buckets_of,
+    last_to_be_ready,
+    summarise,
+)
+from syncline.measure.contention import COMPUTE, Contention, bare_times, contention
+from syncline.measure.events import Events, Step, read_events
+from syncline.measure.stragglers import Disagreement, Straggler, find_disagreement, find_stragglers
+from syncline.plan import METHODS, Plan
+from syncline.store import RunFolder
+from syncline.units import format_seconds
+
+
+@dataclass(frozen=True)
+class MethodExplanation:
+    """One method of a run; a training run has one."""
+
+    method: str
+    breakdown: Breakdown
+    stragglers: list[Straggler]
+    disagreement: Disagreement | None
+    advice: list[Advice]
+    verdict: str
+    contention: Contention | None = None
+    bandwidth: dict[str, Any] | None = None
+    """Bytes and rates by bucket, where they were counted."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How a rank's clock was set to rank 0's."""
+
+    rank: int
+    source: str
+    offset_s: float
+    interval_s: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    run: str
+    kind: str
+    status: str
+    model: str
+    workers: int
+    hosts: int
+    compute: str
+    """real, or where the compute times were taken from."""
+    warmup: int
+    methods: list[MethodExplanation]
+    verdict: str
+    notes: list[str]
+    """What must be known to read the figures: injected delays, clocks of several hosts, all steps warm-up."""
+    problems: list[str]
+    """What is wrong with the logs."""
+    clocks: list[Clock] = field(default_factory=list)
+    memory: dict[str, Any] | None = None
+    profile: dict[str, Any] | None = None
+
+    def as_document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class BucketOnRank:
+    """Seconds from the start of the step on the first rank."""
+
+    label: str
+    num_bytes: int
+    ready_s: float
+    start_s: float
+    end_s: float
+    ready_everywhere_s: float
+    last_rank: int
+    """The rank that was ready last."""
+    wire_s: float
+    """Exposed."""
+    wait_s: float
+
+
+@dataclass(frozen=True)
+class RankOfStep:
+    rank: int
+    start_s: float
+    step_s: float
+    parts_s: dict[str, float]
+    hidden_s: float
+    last_ready_s: float
+    buckets: list[BucketOnRank]
+
+
+@dataclass(frozen=True)
+class StepExplanation:
+    run: str
+    method: str
+    step: int
+    ranks: list[RankOfStep]
+    missing: list[int]
+    """Ranks whose log does not have this step."""
+    problems: list[str]
+
+    def as_document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def explain(run: RunFolder, *, method: str | None = None) -> Explanation:
+    """The whole run, or one method of it."""
+    events, plan = read_events(run.path), run.plan()
+    info, notes = run.info(), _notes(plan)
+    methods = [
+        found
+        for name in _chosen(events, method, run)
+        if (found := _explain_method(name, events, plan, _cores(run), notes)) is not None
+    ]
+    if not methods:
+        raise RunFolderError(
+            f"the event logs of {run.path} hold no step that every rank has finished"
+            + (f": {'; '.join(events.problems)}." if events.problems else "."),
+            action="Run it for longer.",
+        )
+    if info["status"] in ("failed", "stopped"):
+        notes.append(f"The run {info['status']}: what it did until then is shown.")
+    hosts = len({one.host for one in events.ranks.values()})
+    clocks = [
+        Clock(rank, one.source, one.offset_ns / 1e9, one.interval_ns / 1e9)
+        for rank, one in sorted(events.alignments.items())
+    ]
+    notes += _clock_note(clocks, hosts)
+    return Explanation(
+        run=str(run.path),
+        kind=str(info.get("kind", "")),
+        status=str(info.get("status", "")),
+        model=plan.model,
+        workers=events.world_size,
+        hosts=hosts,
+        compute=plan.compute_note,
+        warmup=plan.measure.warmup,
+        methods=methods,
+        verdict=methods[0].verdict if len(methods) == 1 else _comparison(methods, events, plan),
+        notes=notes,
+        problems=events.problems,
+        clocks=clocks,
+    )
+
+
+def explain_step(run: RunFolder, number: int, *, method: str | None = None) -> StepExplanation:
+    """One step, rank by rank and bucket by bucket; also where some rank did not finish it."""
+    events = read_events(run.path)
+    names = _chosen(events, method, run)
+    if len(names) > 1:
+        raise RunFolderError(f"{run.path} has several methods.", action=f"Add --method, one of: {', '.join(names)}.")
+    steps = {step.number: step for step in events.steps.get(names[0], [])}
+    if number not in steps:
+        there = f"{min(steps)} to {max(steps)}" if steps else "none"
+        raise RunFolderError(f"{run.path} has no finished step {number}.", action=f"Steps in the log: {there}.")
+    return _explain_step(run, names[0], steps[number], events)
+
+
+def counted_steps(events: Events, method: str, warmup: int) -> list[Step]:
+    """The finished steps after the first `warmup` of each session; all of them if none would be left."""
+    steps = events.complete(method)
+    first = {step.session: number for number, step in reversed(list(enumerate(steps)))}
+    counted = [step for number, step in enumerate(steps) if number >= first[step.session] + warmup]
+    return counted or steps
+
+
+def _chosen(events: Events, method: str | None, run: RunFolder) -> list[str]:
+    names = [name for name, steps in events.steps.items() if steps]
+    if method is None or method in names:
+        return names if method is None else [method]
+    raise RunFolderError(
+        f"{run.path} has no steps of method {method!r}.", action=f"It has: {', '.join(names) or 'none'}."
+    )
+
+
+def _explain_method(
+    name: str, events: Events, plan: Plan, cores: int | None, notes: list[str]
+) -> MethodExplanation | None:
+    steps = counted_steps(events, name, plan.measure.warmup)
+    found = [break_down(step) for step in steps]
+    breakdown = summarise(steps, found)
+    if breakdown is None:
+        return None
+    if plan.measure.warmup and len(steps) == len(events.complete(name)):
+        notes.append(f"All steps of {name} are warm-up steps; they are counted all the same.")
+    stragglers = find_stragglers(steps, found, events.ranks)
+    disagreement = find_disagreement(found)
+    facts = Facts(
+        method=base_method(name),
+        breakdown=breakdown,
+        stragglers=stragglers,
+        disagreement=disagreement,
+        hosts=len({events.ranks[rank].host for rank in steps[0].ranks if rank in events.ranks}),
+        cores=cores,
+        threads={rank: events.ranks[rank].threads or 1 for rank in steps[0].ranks if rank in events.ranks},
+        options=plan.options_for(base_method(name)),
+    )
+    advice = advise(facts)
+    slowed = contention(bare_times(events), _compute_times(found)) if plan.compute_note == "real" else None
+    return MethodExplanation(
+        name, breakdown, stragglers, disagreement, advice, verdict(facts, advice), contention=slowed
+    )
+
+
+def _compute_times(found: Sequence[Mapping[int, RankBreakdown]]) -> dict[int, dict[str, list[float]]]:
+    return {rank: {part: [one[rank].parts[part] / 1e9 for one in found] for part in COMPUTE} for rank in found[0]}
+
+
+def base_method(label: str) -> str:
+    """'single, all cores' -> 'single'."""
+    name = label.partition(",")[0]
+    return name if name in METHODS else label
+
+
+def _comparison(methods: Sequence[MethodExplanation], events: Events, plan: Plan) -> str:
+    """Which method is quickest and where its lead over the slowest lies; 'no difference' where there is none."""
+    many = [one for one in methods if base_method(one.method) != "single"]
+    if len(many) < 2:
+        return " ".join(one.verdict for one in methods)
+    quickest = min(many, key=lambda one: one.breakdown.median_s)
+    slowest = max(many, key=lambda one: one.breakdown.median_s)
+    times = {one.method: _times(events, one.method, plan.measure.warmup) for one in (quickest, slowest)}
+    shared = sorted(times[quickest.method].keys() & times[slowest.method].keys())
+    ratios = [times[slowest.method][number] / times[quickest.method][number] for number in shared]
+    if len(ratios) < 2 or statistics.quantiles(ratios, n=4, method="inclusive")[0] <= 1:
+        steps = f"{len(shared)} steps"
+        return f"Between the methods there is no difference that these {steps} could show. {quickest.verdict}"
+    one, other = slowest.breakdown.parts_s, quickest.breakdown.parts_s
+    apart = {part: one[part] - other[part] for part in one}
+    part = max(apart, key=lambda part: apart[part])
+    return (
+        f"{quickest.method} is quickest, {slowest.method} slowest, {statistics.median(ratios):.2f} times as long "
+        f"step by step; the largest part of that is {part}, {format_seconds(apart[part])} more. {quickest.verdict}"
+    )
+
+
+def _times(events: Events, method: str, warmup: int) -> dict[int, int]:
+    """Of the slowest rank, by step."""
+    return {
+        step.number: max(one.duration for one in step.ranks.values())
+        for step in counted_steps(events, method, warmup)
+    }
+
+
+def _notes(plan: Plan) -> list[str]:
+    notes = []
+    if plan.compute_note != "real":
+        notes.append(f"Compute times are {plan.compute_note}: only communication is real.")
+    if plan.inject.rank is not None and (plan.inject.delay_ms or plan.inject.threads):
+        threads = f", {plan.inject.threads} threads" if plan.inject.threads else ""
+        delay = f", {plan.inject.delay_ms:g} ms in {plan.inject.phase}" if plan.inject.delay_ms else ""
+        notes.append(f"The plan slows rank {plan.inject.rank} down on purpose{delay}{threads}.")
+    return notes
+
+
+def _clock_note(clocks: Sequence[Clock], hosts: int) -> list[str]:
+    pinged = [one for one in clocks if one.source == "ping"]
+    if pinged:
+        widest = max(one.interval_s for one in pinged)
+        return [f"Clocks of {hosts} hosts were compared by ping, to ±{format_seconds(widest)}."]
+    if hosts > 1 and all(one.source == "same clock" for one in clocks):
+        return [f"The {hosts} hosts are emulated on one machine and read one clock."]
+    return []
+
+
+def _cores(run: RunFolder) -> int | None:
+    try:
+        cores = run.machine().get("cores")
+    except SynclineError:
+        return None
+    return int(cores) if cores else None
+
+
+def _explain_step(run: RunFolder, method: str, step: Step, events: Events) -> StepExplanation:
+    found = break_down(step)
+    buckets = {rank: buckets_of(one) for rank, one in step.ranks.items()}
+    zero = min(one.start for one in step.ranks.values())
+    ranks = []
+    for rank, one in step.ranks.items():
+        rows = []
+        for label, bucket in buckets[rank].items():
+            everywhere, last = last_to_be_ready(label, buckets)
+            waited = sum(wait.duration for wait in found[rank].waits if wait.bucket == label)
+            rows.append(
+                BucketOnRank(
+                    label=label,
+                    num_bytes=bucket.num_bytes,
+                    ready_s=(bucket.ready - zero) / 1e9,
+                    start_s=(bucket.start - zero) / 1e9,
+                    end_s=(bucket.end - zero) / 1e9,
+                    ready_everywhere_s=(everywhere - zero) / 1e9,
+                    last_rank=last,
+                    wire_s=found[rank].wire.get(label, 0) / 1e9,
+                    wait_s=waited / 1e9,
+                )
+            )
+        ranks.append(
+            RankOfStep(
+                rank=rank,
+                start_s=(one.start - zero) / 1e9,
+                step_s=one.duration / 1e9,
+                parts_s={part: duration / 1e9 for part, duration in found[rank].parts.items()},
+                hidden_s=found[rank].hidden / 1e9,
+                last_ready_s=(found[rank].last_ready - zero) / 1e9,
+                buckets=rows,
+            )
+        )
+    missing = [rank for rank in events.taking_part(method) if rank not in step.ranks]
+    return StepExplanation(str(run.path), method, step.number, ranks, missing, events.problems)

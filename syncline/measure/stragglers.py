@@ -1,0 +1,178 @@
+"""Ranks that the others wait for: which, in what, how late, how often; and ranks whose own step times disagree.
+
+A rank is late by the time from the moment when half of the other ranks had their last gradient ready to the moment
+when it had its own. What made it late is the phase in which it took longest beyond the median of the others; a rank
+that started the step late was held up between steps, or in the update before.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from syncline.measure.breakdown import RankBreakdown
+from syncline.measure.events import RankInfo, RankStep, Step
+
+LATE = 0.05
+"""Of a step: less is not called late."""
+OFTEN = 0.2
+"""Of the steps: less is not called a habit."""
+FEWEST = 3
+"""Steps: one or two are chance."""
+MOSTLY = 2 / 3
+"""Of all late steps: where every rank is late now and then, none is the straggler."""
+DISAGREE = 0.1
+"""Of the longest: how far ranks' own step times may lie apart."""
+BETWEEN = "between steps"
+
+
+@dataclass(frozen=True)
+class Straggler:
+    rank: int
+    phase: str
+    """data, forward, backward, update (of the step before) or between steps."""
+    late_s: float
+    """Median over the steps in which it was late."""
+    late_steps: int
+    steps: int
+    waited_s: float
+    """What each other rank waits for it, per step."""
+    waited_share: float
+    """The same as a share of the step."""
+    saves_s: float
+    """Most that a step could gain: to the next rank that would be last, per step."""
+    threads: int | None = None
+    others_threads: int | None = None
+
+    @property
+    def has_fewer_threads(self) -> bool:
+        return self.threads is not None and self.others_threads is not None and self.threads < self.others_threads
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Ranks' own times for the same steps lie apart."""
+
+    longest_rank: int
+    longest_s: float
+    shortest_rank: int
+    shortest_s: float
+    part: str
+    """Where most of the difference lies."""
+    difference_s: float
+    """In that part."""
+
+
+@dataclass(frozen=True)
+class _Late:
+    rank: int
+    phase: str
+    late: int
+    saves: int
+
+
+def find_stragglers(
+    steps: Sequence[Step], found: Sequence[Mapping[int, RankBreakdown]], infos: Mapping[int, RankInfo]
+) -> list[Straggler]:
+    if not steps or len(steps[0].ranks) < 2:
+        return []
+    lates = []
+    for number, (step, broken) in enumerate(zip(steps, found, strict=True)):
+        before = steps[number - 1] if number and _follows(steps[number - 1], step) else None
+        late = _late_rank(step, broken, before)
+        if late is not None:
+            lates.append(late)
+    by_cause: dict[tuple[int, str], list[_Late]] = defaultdict(list)
+    for late in lates:
+        by_cause[late.rank, late.phase].append(late)
+    least = max(OFTEN * len(steps), min(FEWEST, len(steps)))
+    stragglers = [
+        _describe(rank, phase, own, steps, found, infos)
+        for (rank, phase), own in by_cause.items()
+        if len(own) >= least and len(own) >= MOSTLY * len(lates)
+    ]
+    return sorted(stragglers, key=lambda one: -one.waited_s)
+
+
+def find_disagreement(found: Sequence[Mapping[int, RankBreakdown]]) -> Disagreement | None:
+    if not found or len(found[0]) < 2:
+        return None
+    medians = {rank: statistics.median(one[rank].duration for one in found) for rank in found[0]}
+    longest, shortest = max(medians, key=lambda rank: medians[rank]), min(medians, key=lambda rank: medians[rank])
+    if medians[longest] - medians[shortest] <= DISAGREE * medians[longest]:
+        return None
+    apart = {
+        part: statistics.fmean(one[longest].parts[part] - one[shortest].parts[part] for one in found)
+        for part in found[0][longest].parts
+    }
+    part = max(apart, key=lambda part: apart[part])
+    return Disagreement(longest, medians[longest] / 1e9, shortest, medians[shortest] / 1e9, part, apart[part] / 1e9)
+
+
+def _follows(before: Step, step: Step) -> bool:
+    return before.session == step.session and before.number + 1 == step.number
+
+
+def _late_rank(step: Step, broken: Mapping[int, RankBreakdown], before: Step | None) -> _Late | None:
+    """The last rank of a step and what made it late, if that is worth a word."""
+    arrivals = {rank: one.last_ready for rank, one in broken.items()}
+    last = max(arrivals, key=lambda rank: arrivals[rank])
+    others = [arrival for rank, arrival in arrivals.items() if rank != last]
+    late = arrivals[last] - statistics.median(others)
+    if late < LATE * statistics.median(one.duration for one in broken.values()):
+        return None
+    return _Late(last, _cause(step, broken, before, last), round(late), arrivals[last] - max(others))
+
+
+def _cause(step: Step, broken: Mapping[int, RankBreakdown], before: Step | None, last: int) -> str:
+    def excess(values: Mapping[int, float]) -> float:
+        return values[last] - statistics.median(value for rank, value in values.items() if rank != last)
+
+    spent = {
+        part: excess({rank: one.parts[part] for rank, one in broken.items()}) for part in ("data", "forward", "copy")
+    }
+    spent["backward"] = excess({rank: _backward(step.ranks[rank], one) for rank, one in broken.items()})
+    started = excess({rank: one.start for rank, one in step.ranks.items()})
+    if before is not None and last in before.ranks:
+        spent["update"] = min(started, excess({rank: _update(one) for rank, one in before.ranks.items()}))
+    spent[BETWEEN] = started - max(0.0, spent.get("update", 0.0))
+    return max(spent, key=lambda phase: spent[phase])
+
+
+def _backward(own: RankStep, broken: RankBreakdown) -> int:
+    """With the copying in it."""
+    phase = own.phase("backward")
+    return broken.last_ready - phase.start if phase is not None else 0
+
+
+def _update(own: RankStep) -> int:
+    phase = own.phase("update")
+    return phase.end - phase.start if phase is not None else 0
+
+
+def _describe(
+    rank: int,
+    phase: str,
+    lates: Sequence[_Late],
+    steps: Sequence[Step],
+    found: Sequence[Mapping[int, RankBreakdown]],
+    infos: Mapping[int, RankInfo],
+) -> Straggler:
+    others = [own for one in found for other, own in one.items() if other != rank]
+    waited = statistics.fmean(sum(wait.duration for wait in own.waits if wait.rank == rank) for own in others)
+    threads = [infos[other].threads for other in found[0] if other != rank and other in infos]
+    known = [count for count in threads if count is not None]
+    return Straggler(
+        rank=rank,
+        phase=phase,
+        late_s=statistics.median(one.late for one in lates) / 1e9,
+        late_steps=len(lates),
+        steps=len(steps),
+        waited_s=waited / 1e9,
+        waited_share=waited / statistics.fmean(own.duration for own in others),
+        saves_s=sum(one.saves for one in lates) / len(steps) / 1e9,
+        threads=infos[rank].threads if rank in infos else None,
+        others_threads=round(statistics.median(known)) if known else None,
+    )

@@ -1,0 +1,130 @@
+"""Stragglers in steps made by hand: found with rank, phase, lateness and how often; not found where there is none."""
+
+from __future__ import annotations
+
+import pytest
+from event_logs import rank_step, step_of
+
+from syncline.measure.breakdown import RankBreakdown, break_down
+from syncline.measure.events import RankInfo, RankStep, Step
+from syncline.measure.stragglers import BETWEEN, Straggler, find_disagreement, find_stragglers
+
+LENGTHS = {"data": 10.0, "forward": 20.0, "backward": 50.0, "update": 10.0}
+
+
+def ranks_of(late: dict[int, dict[str, float]], at: float = 0.0, world_size: int = 4) -> list[RankStep]:
+    """A step in which ranks take longer in phases as `late` says; "start" makes a rank begin late."""
+    times: dict[int, dict[str, tuple[float, float]]] = {}
+    for rank in range(world_size):
+        now, phases = at + late.get(rank, {}).get("start", 0.0), {}
+        for name in ("data", "forward", "backward"):
+            end = now + LENGTHS[name] + late.get(rank, {}).get(name, 0.0)
+            phases[name], now = (now, end), end
+        times[rank] = phases
+    synced = max(phases["backward"][1] for phases in times.values()) + 10
+    found = []
+    for rank, phases in times.items():
+        ready = phases["backward"][1]
+        updated = synced + LENGTHS["update"] + late.get(rank, {}).get("update", 0.0)
+        whole = {**phases, "sync": (ready, synced), "update": (synced, updated)}
+        start = phases["data"][0]
+        found.append(rank_step(rank, whole, {"a": (ready, ready, synced)}, start=start, end=updated))
+    return found
+
+
+def found_in(steps: list[Step], threads: dict[int, int] | None = None) -> list[Straggler]:
+    infos = {rank: RankInfo(rank, threads=(threads or {}).get(rank, 2)) for rank in steps[0].ranks}
+    return find_stragglers(steps, [break_down(step) for step in steps], infos)
+
+
+def repeated(late: dict[int, dict[str, float]], count: int = 5, world_size: int = 4) -> list[Step]:
+    return [step_of(*ranks_of(late, 1000.0 * number, world_size), number=number) for number in range(count)]
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rank_that_is_always_late_is_found(phase: str, world_size: int) -> None:
+    (one,) = found_in(repeated({1: {phase: 100}}, world_size=world_size))
+    assert (one.rank, one.phase, one.late_steps, one.steps) == (1, phase, 5, 5)
+    assert one.late_s == pytest.approx(0.1)
+    assert one.waited_s == pytest.approx(0.1)
+    assert one.waited_share == pytest.approx(0.5)
+    assert one.saves_s == pytest.approx(0.1)
+
+
+def test_rank_that_starts_late_is_held_up_between_steps() -> None:
+    (one,) = found_in(repeated({2: {"start": 30}}))
+    assert (one.rank, one.phase) == (2, BETWEEN)
+
+
+def test_late_start_after_a_long_update_is_the_updates() -> None:
+    late = [step_of(*ranks_of({0: {"update": 60, "start": 60 if number else 0}}, 300.0 * number), number=number)
+            for number in range(5)]  # fmt: skip
+    (one,) = found_in(late)
+    assert (one.rank, one.phase, one.late_steps) == (0, "update", 4)
+
+
+def test_how_often_is_counted() -> None:
+    steps = [
+        step_of(*ranks_of({3: {"backward": 100}} if number % 3 == 0 else {}, 1000.0 * number), number=number)
+        for number in range(9)
+    ]
+    (one,) = found_in(steps)
+    assert (one.late_steps, one.steps) == (3, 9)
+    assert one.late_s == pytest.approx(0.1)
+    assert one.waited_s == pytest.approx(0.1 / 3)
+
+
+def test_what_a_step_gains_is_the_way_to_the_next_last_rank() -> None:
+    (one,) = found_in(repeated({1: {"backward": 100}, 2: {"backward": 70}}))
+    assert one.rank == 1
+    assert one.late_s == pytest.approx(0.1)
+    assert one.saves_s == pytest.approx(0.03)
+
+
+def test_fewer_threads_are_named() -> None:
+    (one,) = found_in(repeated({1: {"backward": 50, "forward": 20}}), threads={1: 1})
+    assert one.phase == "backward"
+    assert one.has_fewer_threads
+    (other,) = found_in(repeated({1: {"backward": 50}}))
+    assert not other.has_fewer_threads
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        repeated({}),
+        repeated({1: {"backward": 4}}),  # less than 5 % of a step
+        repeated({1: {"backward": 100}}, count=4) [:0],
+        [step_of(*ranks_of({number % 4: {"backward": 100}}, 1000.0 * number), number=number) for number in range(8)],
+        [step_of(*ranks_of({1: {"backward": 100}} if number < 2 else {}, 1000.0 * number), number=number)
+         for number in range(20)],
+        repeated({0: {"backward": 100}}, world_size=1),
+    ],
+    ids=["equal", "a little late", "no steps", "every rank in turn", "twice in twenty", "one rank"],
+)  # fmt: skip
+def test_no_straggler(steps: list[Step]) -> None:
+    assert (found_in(steps) if steps else find_stragglers([], [], {})) == []
+
+
+def broken(steps: list[Step]) -> list[dict[int, RankBreakdown]]:
+    return [break_down(step) for step in steps]
+
+
+def test_step_times_that_disagree_are_flagged_with_the_cause() -> None:
+    """Rank 0 starts 60 late each time: its own step looks short, the others' hold the wait for it."""
+    one = find_disagreement(broken(repeated({0: {"start": 60}})))
+    assert one is not None
+    assert (one.longest_rank, one.shortest_rank, one.part) == (1, 0, "wait")
+    assert one.difference_s == pytest.approx(0.06)
+    assert (one.longest_s, one.shortest_s) == (pytest.approx(0.16), pytest.approx(0.1))
+    slow_update = find_disagreement(broken(repeated({2: {"update": 40}})))
+    assert slow_update is not None
+    assert (slow_update.longest_rank, slow_update.part) == (2, "update")
+
+
+def test_step_times_that_agree_are_not_flagged() -> None:
+    assert find_disagreement(broken(repeated({1: {"backward": 100}}))) is None
+    assert find_disagreement(broken(repeated({0: {"start": 5}}))) is None
+    assert find_disagreement([]) is None
+    assert find_disagreement(broken(repeated({}, world_size=1))) is None
