@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from conftest import MARK, living_pids, marked_processes, read_quietly, wait_unt
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher.emulation import EmulatedCluster, HostProcess
 from syncline.launcher.emulation.links import host_address, parse_links, shape_of
+from syncline.resolve import choose_method
 
 PROGRAM = [sys.executable, emulation_programs.__file__]
 MEGABYTE = 1_000_000
@@ -268,3 +270,65 @@ def test_packets_fit_into_the_burst_with_their_headers(rate: float) -> None:
 
 def test_hosts_have_distinct_addresses_beyond_256() -> None:
     assert len({host_address(host) for host in range(1000)}) == 1000
+
+
+SHARING = """
+import json, sys
+from datetime import timedelta
+import torch
+from syncline.comm.shared_memory import count_hosts
+from syncline.comm.torch_backend import connect
+from syncline.errors import PlanError
+from syncline.launcher.environment import placement_from_environment
+from syncline.sync import make_sync
+
+place = placement_from_environment()
+# As a launcher would that takes all hosts for one, or one that says the truth.
+told = 0 if "lie" in sys.argv else place.host_index
+communicator = connect(
+    backend="gloo", rank=place.rank, world_size=place.world_size, deadline=timedelta(seconds=30), host_index=told
+)
+found = {"hosts": count_hosts(communicator)}
+for method in ("shared-memory", "hierarchical"):
+    try:
+        make_sync(method, communicator)
+        found[method] = "made"
+    except PlanError as error:
+        found[method] = error.message
+if place.rank == 0:
+    print(json.dumps(found))
+communicator.all_reduce(torch.zeros(1))
+"""
+
+
+def shared(cluster: EmulatedCluster, tmp_path: Path, *arguments: str) -> dict[str, object]:
+    script = tmp_path / "sharing.py"
+    script.write_text(SHARING)
+    variables = {"MASTER_ADDR": cluster.address(0), "MASTER_PORT": "29500", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    ranks = []
+    for host in range(2):
+        own = {"RANK": str(host), "GROUP_RANK": str(host), "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        environment = {**os.environ, **variables, **own}
+        ranks.append(
+            cluster.popen(host, [sys.executable, str(script), *arguments], env=environment, stdout=subprocess.PIPE)
+        )
+    assert ranks[0].stdout is not None
+    text = ranks[0].stdout.read()
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    for rank in ranks:
+        rank.close()
+    found: dict[str, object] = json.loads(text)
+    return found
+
+
+@pytest.mark.parametrize("arguments", [(), ("lie",)])
+def test_methods_do_not_take_emulated_hosts_for_one(
+    arguments: tuple[str, ...], cluster: EmulatedCluster, tmp_path: Path
+) -> None:
+    """Not even if the launcher did: memory is only shared where it can be."""
+    found = shared(cluster, tmp_path, *arguments)
+    assert found["hosts"] == 2
+    assert "not on one host" in str(found["shared-memory"])
+    expected = "share no memory" if arguments else "made"
+    assert expected in str(found["hierarchical"])
+    assert choose_method(device="cpu", workers=2, num_hosts=2)[0] == "bucketed"

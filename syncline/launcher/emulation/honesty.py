@@ -1,0 +1,109 @@
+"""What an emulated cluster is not: whether its links reach their rates here, whether compute has cores of its own,
+whether it fits into memory. Said beside every result."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from syncline.errors import UsageError
+from syncline.launcher.emulation.cluster import EmulatedCluster
+from syncline.launcher.emulation.links import host_name
+from syncline.launcher.emulation.programs import program
+from syncline.units import format_bit_rate, format_bytes
+
+REACHED = 0.9
+"""The share of its rate that a link must carry; frames and headers alone take 5 % of it."""
+LINK_VARIABLE = "SYNCLINE_LINK_CHECK"
+"""How the check's result reaches the ranks, as JSON."""
+STRETCHED = "stretched: compute shares cores"
+_CHECK_SECONDS = 1.0
+_START_SECONDS = 20.0
+_HOST_BYTES = 260e6
+_RANK_BYTES = 330e6
+_COPIES_OF_WEIGHTS = 6
+"""Weights, gradients, momentum, their flat buffer, and room for what is on its way."""
+
+
+@dataclass(frozen=True)
+class LinkCheck:
+    """What each host sent to the next one when all hosts sent at once, in bits per second; and what it should have
+    been: the slower of the two links."""
+
+    asked: list[float]
+    measured: list[float]
+
+    @property
+    def note(self) -> str:
+        """A sentence if a link is slower here than it was asked to be, else empty."""
+        slow = [host for host in range(len(self.asked)) if self.measured[host] < REACHED * self.asked[host]]
+        if not slow:
+            return ""
+        worst = min(slow, key=lambda host: self.measured[host] / self.asked[host])
+        return (
+            f"link: {host_name(worst)} reached {format_bit_rate(self.measured[worst])} of "
+            f"{format_bit_rate(self.asked[worst])} when all hosts sent at once: this machine cannot carry more"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "note": self.note}
+
+
+def measure_links(cluster: EmulatedCluster, seconds: float = _CHECK_SECONDS) -> LinkCheck:
+    """All hosts send at once, each to the next one, over plain sockets. One host alone has nothing to check."""
+    hosts = range(cluster.num_hosts)
+    following = [cluster.links[(host + 1) % cluster.num_hosts] for host in hosts]
+    asked = [min(pair) for pair in zip(cluster.links, following, strict=True)]
+    if cluster.num_hosts == 1:
+        return LinkCheck(asked, asked)
+    running = []
+    for host in hosts:
+        target = cluster.address((host + 1) % cluster.num_hosts)
+        command = program("syncline.launcher.emulation.flood", target, str(seconds))
+        running.append(cluster.popen(host, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    for process in running:  # every host listens before any of them sends
+        assert process.stdout is not None
+        process.stdout.readline()
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.close()
+    received = []
+    for process in running:
+        assert process.stdout is not None
+        text = process.stdout.read()
+        process.wait(_START_SECONDS + seconds)
+        process.close()
+        received.append(json.loads(text)["bits_per_s"] if text else 0.0)
+    return LinkCheck(asked, [received[(host + 1) % cluster.num_hosts] for host in hosts])
+
+
+def marks(*, ranks: int, threads: int, cores: int, replayed: bool, link: dict[str, Any] | None = None) -> list[str]:
+    """What must stand beside every result. Replayed compute loads no core."""
+    found = [STRETCHED] if ranks * threads > cores and not replayed else []
+    return [*found, link["note"]] if link and link["note"] else found
+
+
+def estimated_bytes(*, hosts: int, ranks: int, weights_bytes: float) -> float:
+    """Memory that all hosts together will take, from above: torch is loaded once a host and once a rank."""
+    return hosts * _HOST_BYTES + ranks * (_RANK_BYTES + _COPIES_OF_WEIGHTS * weights_bytes)
+
+
+def check_memory(*, hosts: int, ranks: int, weights_bytes: float) -> str:
+    """A sentence on what will be needed; more than there is is refused before anything starts."""
+    needed, there = estimated_bytes(hosts=hosts, ranks=ranks, weights_bytes=weights_bytes), available_bytes()
+    if needed > there:
+        raise UsageError(
+            f"{hosts} hosts with {ranks} ranks need about {format_bytes(needed)} of memory; "
+            f"{format_bytes(there)} are available.",
+            action="Take fewer hosts or workers.",
+        )
+    return f"{hosts} emulated hosts, {ranks} ranks: about {format_bytes(needed)} of {format_bytes(there)} memory"
+
+
+def available_bytes(table: Path = Path("/proc/meminfo")) -> float:
+    fields: Sequence[str] = table.read_text().partition("MemAvailable:")[2].split()
+    return float(fields[0]) * 1024

@@ -1,0 +1,71 @@
+"""What stands beside results from emulated hosts: slow links, shared cores, memory that will be needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from syncline.errors import UsageError
+from syncline.launcher.emulation import EmulatedCluster, honesty
+from syncline.launcher.emulation.honesty import STRETCHED, LinkCheck, available_bytes, estimated_bytes, marks
+
+
+def test_every_link_is_measured_while_all_hosts_send() -> None:
+    """The slower of two links counts; no link is faster than it was asked to be."""
+    with EmulatedCluster(3, [40e6, 40e6, 10e6]) as cluster:
+        before = [cluster.counters(host) for host in range(3)]
+        check = honesty.measure_links(cluster, seconds=0.5)
+        after = [cluster.counters(host) for host in range(3)]
+    assert check.asked == [40e6, 10e6, 10e6]
+    assert all(0 < found <= 1.02 * asked for found, asked in zip(check.measured, check.asked, strict=True))
+    sent = [new["sent_bytes"] - old["sent_bytes"] for new, old in zip(after, before, strict=True)]
+    assert min(sent) > 100_000, "each host sent"
+
+
+def test_one_host_has_no_link_to_check() -> None:
+    with EmulatedCluster(1, [1e9]) as cluster:
+        assert honesty.measure_links(cluster) == LinkCheck([1e9], [1e9])
+
+
+@pytest.mark.parametrize(
+    ("measured", "note"),
+    [
+        ([0.95e9, 0.91e9], ""),
+        (
+            [0.95e9, 0.3e9],
+            "link: host1 reached 300 Mbit/s of 1 Gbit/s when all hosts sent at once: this machine cannot carry more",
+        ),
+    ],
+)
+def test_link_below_nine_tenths_of_its_rate_is_said(measured: list[float], note: str) -> None:
+    assert LinkCheck([1e9, 1e9], measured).note == note
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "replayed", "expected"),
+    [(2, 1, False, []), (3, 1, False, [STRETCHED]), (1, 4, False, [STRETCHED]), (8, 1, True, [])],
+)
+def test_more_threads_than_cores_are_marked_unless_compute_is_replayed(
+    ranks: int, threads: int, replayed: bool, expected: list[str]
+) -> None:
+    assert marks(ranks=ranks, threads=threads, cores=2, replayed=replayed) == expected
+
+
+def test_slow_link_is_a_mark_too() -> None:
+    slow = LinkCheck([1e10], [2e9]).as_dict()
+    found = marks(ranks=9, threads=1, cores=2, replayed=False, link=slow)
+    assert found == [STRETCHED, slow["note"]]
+    assert marks(ranks=1, threads=1, cores=2, replayed=False, link=LinkCheck([1e9], [1e9]).as_dict()) == []
+
+
+def test_memory_is_estimated_and_too_little_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = estimated_bytes(hosts=1, ranks=1, weights_bytes=37e6)
+    assert estimated_bytes(hosts=8, ranks=8, weights_bytes=37e6) == 8 * one
+    monkeypatch.setattr(honesty, "available_bytes", lambda: 2 * one)
+    assert "about" in honesty.check_memory(hosts=1, ranks=1, weights_bytes=37e6)
+    with pytest.raises(UsageError, match="3 hosts with 3 ranks need about"):
+        honesty.check_memory(hosts=3, ranks=3, weights_bytes=37e6)
+    table = tmp_path / "meminfo"
+    table.write_text("MemTotal: 10 kB\nMemAvailable:    4 kB\nBuffers: 1 kB\n")
+    assert available_bytes(table) == 4096
