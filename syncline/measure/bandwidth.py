@@ -1,0 +1,217 @@
+"""Bytes and bandwidth of a run's steps: from theory, as the kernel counted them, and by bucket against the link.
+
+Theory and count stand side by side, and they are told apart where they differ by more than headers explain: then the
+theory is wrong, or something else used the sockets.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from syncline.measure.events import Events, RankStep, Step, Transfer
+from syncline.measure.probe import bus_factor, link_rate
+from syncline.measure.theory import ELEMENT_BYTES, Wire, wire_of
+from syncline.plan import Plan
+from syncline.store import RunFolder, list_runs
+
+TOLERANCE = 0.02
+HEADER_BYTES = 200
+"""Allowed on top of theory, for each operation and rank: what a backend writes before its messages."""
+Theory = Callable[..., Wire | None]
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """One rank's bytes in a step, the median over steps. Theory is None where an operation has none."""
+
+    rank: int
+    theory: Wire | None
+    counted: Wire | None
+    """On the rank's own sockets; None where nothing was counted."""
+    interface: Wire | None
+    """On the interfaces of the rank's host, all its ranks and headers included; None where hosts share loopback."""
+    agrees: bool | None
+    """False: the count does not fit the theory. None: there is nothing to compare."""
+
+
+@dataclass(frozen=True)
+class BucketRate:
+    """One bucket or parameter. `seconds`: from when it was ready and had started on all ranks, to its last end."""
+
+    label: str
+    name: str
+    num_bytes: int
+    seconds: float
+    algorithm_bytes_per_s: float
+    bus_bytes_per_s: float | None
+    """None where nothing is sent."""
+    utilisation: float | None
+    """Of the probed link; None where no probe is at hand."""
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    ranks: list[RankBytes]
+    buckets: list[BucketRate]
+    link_bytes_per_s: float | None
+    link_source: str
+    """Which probe the link rate is from, or why there is none."""
+    note: str
+    """What does not fit, in a sentence; empty if all does."""
+
+
+def bandwidth(
+    events: Events, method: str, plan: Plan, *, link: tuple[float, str] | None = None, theory: Theory = wire_of
+) -> Bandwidth | None:
+    """Of the steps after the warm-up; None if there is none. `method` is as in the log."""
+    steps = [step for step in events.complete(method) if step.number >= plan.measure.warmup]
+    steps = steps or events.complete(method)
+    if not steps:
+        return None
+    ranks = events.taking_part(method)
+    counters = _counters(events, method)
+    wire_bytes = 2 if plan.options_for(method).get("transfer_dtype") else ELEMENT_BYTES
+    hosts = {events.ranks[rank].host for rank in ranks if rank in events.ranks}
+    by_rank = [
+        _rank_bytes(rank, steps, counters, len(ranks), wire_bytes, theory, own_interface=len(hosts) > 1)
+        for rank in ranks
+    ]
+    rate = link[0] if link else None
+    return Bandwidth(
+        ranks=by_rank,
+        buckets=_bucket_rates(steps, len(ranks), rate),
+        link_bytes_per_s=rate,
+        link_source=link[1] if link else "no probe of these ranks is at hand: run `syncline probe`",
+        note=_note(by_rank),
+    )
+
+
+def _rank_bytes(
+    rank: int, steps: Sequence[Step], counters: Mapping[tuple[int, int], dict[str, Any]], world_size: int,
+    wire_bytes: int, theory: Theory, *, own_interface: bool,
+) -> RankBytes:  # fmt: skip
+    expected = [_step_wire(step.ranks[rank], world_size, wire_bytes, theory) for step in steps]
+    found = [counters[rank, step.number] for step in steps if (rank, step.number) in counters]
+    counted = _median_wire([Wire(one["sent"], one["received"]) for one in found])
+    interface = _median_wire([Wire(one["interface_sent"], one["interface_received"]) for one in found])
+    wires = [one for one in expected if one is not None]
+    predicted = _median_wire(wires) if len(wires) == len(expected) else None
+    operations = statistics.median(len(step.ranks[rank].transfers) for step in steps)
+    return RankBytes(
+        rank, predicted, counted, interface if own_interface else None,
+        None if predicted is None or counted is None else _fits(predicted, counted, operations * world_size),
+    )  # fmt: skip
+
+
+def _step_wire(step: RankStep, world_size: int, wire_bytes: int, theory: Theory) -> Wire | None:
+    total = Wire()
+    for one in step.transfers:
+        wire = theory(
+            one.name, one.label, one.num_bytes, rank=step.rank, world_size=world_size, wire_bytes=wire_bytes
+        )
+        if wire is None:
+            return None
+        total += wire
+    return total
+
+
+def _fits(theory: Wire, counted: Wire, messages: float) -> bool:
+    """More by a header for each message is right; less is not, but for a moment's delay between steps."""
+    for expected, found in ((theory.sent, counted.sent), (theory.received, counted.received)):
+        slack = TOLERANCE * expected + HEADER_BYTES
+        if not -slack <= found - expected <= slack + HEADER_BYTES * messages:
+            return False
+    return True
+
+
+def _note(ranks: Sequence[RankBytes]) -> str:
+    wrong = [one for one in ranks if one.agrees is False]
+    if not wrong:
+        return ""
+    worst = max(wrong, key=lambda one: abs(one.counted.sent - one.theory.sent) if one.counted and one.theory else 0)
+    assert worst.theory is not None
+    assert worst.counted is not None
+    return (
+        f"theory does not fit what was counted: rank {worst.rank} should send {worst.theory.sent:.0f} and receive "
+        f"{worst.theory.received:.0f} bytes a step, and sent {worst.counted.sent:.0f} and received "
+        f"{worst.counted.received:.0f}"
+    )
+
+
+def _counters(events: Events, method: str) -> dict[tuple[int, int], dict[str, Any]]:
+    """By rank and step; a step that was taken again counts as it was taken last."""
+    return {
+        (rank, int(record["step"])): record
+        for rank, record in events.of_kind("counter")
+        if record.get("method", "") == method
+    }
+
+
+def _median_wire(wires: Sequence[Wire]) -> Wire | None:
+    if not wires:
+        return None
+    return Wire(statistics.median(one.sent for one in wires), statistics.median(one.received for one in wires))
+
+
+def _bucket_rates(steps: Sequence[Step], world_size: int, link: float | None) -> list[BucketRate]:
+    found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for step in steps:
+        for key, one in transfer_seconds(step).items():
+            found[key].append(one)
+    rates = []
+    for (name, label, num_bytes), seconds in found.items():
+        middle = statistics.median(seconds)
+        factor = _bus_factor(name, world_size)
+        algorithm = num_bytes / middle if middle > 0 else 0.0
+        bus = None if factor is None else algorithm * factor
+        used = bus / link if bus is not None and link else None
+        rates.append(BucketRate(label, name, num_bytes, middle, algorithm, bus, used))
+    return rates
+
+
+def transfer_seconds(step: Step) -> dict[tuple[str, str, int], float]:
+    """By operation, label and bytes: from the last rank's being ready and having started it, to the last end."""
+    parts: dict[tuple[str, str, int], list[Transfer]] = defaultdict(list)
+    for rank_step in step.ranks.values():
+        for one in rank_step.transfers:
+            parts[one.name, one.label, one.num_bytes].append(one)
+    return {
+        key: max(0, max(one.end for one in all_) - max(max(one.ready, one.start) for one in all_)) / 1e9
+        for key, all_ in parts.items()
+    }
+
+
+def _bus_factor(name: str, world_size: int) -> float | None:
+    if name == "shared_memory":
+        return None
+    return bus_factor("all_reduce" if name == "schedule" else name, world_size)
+
+
+def find_link(run: RunFolder, *, backend: str = "gloo", probe: RunFolder | None = None) -> tuple[float, str] | None:
+    """The link rate for a run, and where it is from: the probe that is given, or the newest one beside the run that
+    had as many ranks on as many hosts over the same links on the same kind of machine."""
+    if probe is not None:
+        candidates = [probe]
+    else:
+        candidates = [one for one in list_runs(run.path.parent) if _is_probe_for(one, run)]
+    for one in reversed(candidates):
+        rate = link_rate(one.summary() or {}, backend)
+        if rate is not None:
+            return rate, str(one.path)
+    return None
+
+
+def _is_probe_for(probe: RunFolder, run: RunFolder) -> bool:
+    info, summary = probe.info(), probe.summary()
+    if info.get("kind") != "probe" or info.get("status") != "finished" or summary is None:
+        return False
+    own, asked = probe.machine(), run.machine()
+    if any(own.get(key) != asked.get(key) for key in ("processor", "cores")):
+        return False
+    plan = run.plan()
+    about = (plan.workers, getattr(plan, "hosts", None) or 1, getattr(plan, "link", None))
+    return about == (summary.get("workers"), summary.get("hosts", 1), summary.get("link"))

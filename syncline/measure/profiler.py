@@ -1,0 +1,65 @@
+"""What torch's profiler recorded in a run, added up over operators."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OperatorTotal:
+    """Per recorded step of one rank. `self_s` is without the operators that it calls, so that these add up."""
+
+    name: str
+    calls: float
+    self_s: float
+    total_s: float
+    share: float
+    """Of the self time of all operators."""
+
+
+@dataclass(frozen=True)
+class Profiled:
+    operators: list[OperatorTotal]
+    """The most time first."""
+    recorded: list[tuple[int, int]]
+    """(rank, step) of what was recorded."""
+    problems: list[str]
+
+
+def operator_totals(run: Path) -> Profiled | None:
+    """Totals over the recorded steps and ranks of a run folder; None if none was recorded."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    recorded: list[tuple[int, int]] = []
+    problems: list[str] = []
+    for path in sorted((run / "profile").glob("rank-*-step-*.json")):
+        if path.name.endswith(".trace.json"):
+            continue
+        try:
+            content = json.loads(path.read_text())
+            rows = [_row(one) for one in content["operators"]]
+            recorded.append((int(content["rank"]), int(content["step"])))
+        except (OSError, ValueError, KeyError, TypeError):
+            problems.append(f"{path.name} cannot be read, left out")
+            continue
+        for name, *figures in rows:
+            sums[name] = [before + figure for before, figure in zip(sums[name], figures, strict=True)]
+    if not recorded:
+        return Profiled([], [], problems) if problems else None
+    return Profiled(_totals(sums, len(recorded)), recorded, problems)
+
+
+def _row(one: dict[str, Any]) -> tuple[str, float, float, float]:
+    return str(one["name"]), float(one["calls"]), float(one["self_us"]), float(one["total_us"])
+
+
+def _totals(sums: dict[str, list[float]], count: int) -> list[OperatorTotal]:
+    all_self = sum(own for _, own, _ in sums.values()) or 1.0
+    totals = [
+        OperatorTotal(name, calls / count, own / count / 1e6, total / count / 1e6, own / all_self)
+        for name, (calls, own, total) in sums.items()
+    ]
+    return sorted(totals, key=lambda one: -one.self_s)
