@@ -50,6 +50,7 @@ VERBS = {
     "probe": [
         *("--workers", "--backend", "--sizes", "--repeats", "--threads", "--run-dir", "--port", "--json", "--help"),
     ],
+    "trace": ["--output", "--method", "--steps", "--help"],
     "launch": ["--workers", "--threads", "--log-dir", "--port", "--help"],
     "methods": ["--json", "--help"],
     "schedule": ["--workers", "--output", "--help"],
@@ -153,6 +154,9 @@ def test_wrong_plan_file_is_refused(content: str, words: list[str], cli: Cli, tm
         (["verify", "--workers", "2,0"], ["workers", "0"]),
         (["verify", "--methods", "single"], ["single", "nothing to certify"]),
         (["verify", "--models", "vgg12"], ["Did you mean 'vgg11'?"]),
+        (["trace", "--steps", "a:b"], ["'a:b'", "10:20"]),
+        (["trace", "--steps", "5:2"], ["'5:2'", "ends before"]),
+        (["trace"], ["no run"]),
         (["probe", "--backend", "glue"], ["'glue'", "gloo, shared-memory, mpi"]),
         (["probe", "--backend", ","], ["no backend"]),
         (["probe", "--sizes", "1kB,big"], ["'big'", "64kB"]),

@@ -15,6 +15,7 @@ from syncline.cli.launch import launch
 from syncline.cli.probe import probe
 from syncline.cli.runs import methods, runs
 from syncline.cli.schedule import schedule
+from syncline.cli.trace import trace
 from syncline.cli.train import train
 from syncline.cli.verify import verify
 
@@ -26,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, compare, verify, explain, probe, launch, methods, schedule, runs, data):
+for verb in (train, compare, verify, explain, probe, trace, launch, methods, schedule, runs, data):
     app.command()(verb)
 app.add_typer(cluster, name="cluster")
 

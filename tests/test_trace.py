@@ -1,0 +1,124 @@
+"""The Chrome trace keeps to the format: keys, times, names, and slices that lie inside each other or apart."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Cli
+
+from syncline.measure.events import Events, Phase, RankInfo, RankStep, Step, Transfer
+from syncline.report.trace import chrome_trace
+
+REQUIRED = {"X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}, "M": {"name", "ph", "pid", "tid", "args"}}
+METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
+
+
+def assert_valid(document: dict[str, Any]) -> None:
+    """The rules of the Trace Event Format for the events that we write."""
+    assert json.loads(json.dumps(document)) == document
+    named, tracks = set(), defaultdict(list)
+    for event in document["traceEvents"]:
+        assert event["ph"] in REQUIRED
+        assert set(event) == REQUIRED[event["ph"]]
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            assert event["name"] in METADATA
+            named.add((event["name"], event["pid"], event["tid"]))
+        else:
+            assert event["ts"] >= 0
+            assert event["dur"] >= 0
+            start, length = round(1000 * event["ts"]), round(1000 * event["dur"])  # whole nanoseconds
+            tracks[event["pid"], event["tid"]].append((start, start + length))
+    for (rank, track), spans in tracks.items():
+        assert ("process_name", rank, 0) in named
+        assert ("thread_name", rank, track) in named
+        assert_nested(spans)
+
+
+def assert_nested(spans: list[tuple[int, int]]) -> None:
+    open_until: list[int] = []
+    for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+        while open_until and open_until[-1] <= start:
+            open_until.pop()
+        assert not open_until or end <= open_until[-1], "a slice reaches out of the one that it is in"
+        open_until.append(end)
+
+
+def test_the_check_of_nesting_can_fail() -> None:
+    assert_nested([(0, 10), (0, 5), (5, 10), (12, 13)])
+    with pytest.raises(AssertionError, match="reaches out"):
+        assert_nested([(0, 10), (5, 11)])
+
+
+def logged() -> Events:
+    """Rank 1 is ready 2 µs late for bucket 0; bucket 1 starts while bucket 0 is still in flight."""
+    steps = []
+    for number in range(3):
+        ranks = {}
+        for rank in range(2):
+            start = 100_000 * number + 50_000
+            phases = (Phase("forward", start, start + 3000), Phase("backward", start + 3000, start + 9000))
+            ready = start + 4000 + 2000 * rank
+            first = Transfer("all_reduce", "bucket 0", 400, ready, ready + 500, start + 9000)
+            second = Transfer("all_reduce", "bucket 1", 800, start + 7000, start + 7000, start + 10_000)
+            ranks[rank] = RankStep(rank, start, start + 12_000, phases, (first, second))
+        steps.append(Step(number, 0, ranks))
+    return Events(2, {0: RankInfo(0), 1: RankInfo(1)}, {"bucketed": steps}, {}, {}, [])
+
+
+def slices(document: dict[str, Any], rank: int, category: str) -> list[tuple[str, float, float, int]]:
+    return [
+        (event["name"], event["ts"], event["dur"], event["tid"])
+        for event in document["traceEvents"]
+        if event["ph"] == "X" and event["pid"] == rank and event["cat"] == category
+    ]
+
+
+def test_compute_and_communication_have_tracks_and_waits_are_seen() -> None:
+    document = chrome_trace(logged(), "bucketed")
+    assert_valid(document)
+    assert slices(document, 0, "step") == [("step 0", 0, 12, 0), ("step 1", 100, 12, 0), ("step 2", 200, 12, 0)]
+    assert slices(document, 0, "phase")[:2] == [("forward", 0, 3, 0), ("backward", 3, 6, 0)]
+    assert slices(document, 0, "operation")[:2] == [
+        ("all_reduce bucket 0", 4.5, 4.5, 1),
+        ("all_reduce bucket 1", 7, 3, 2),
+    ]
+    assert slices(document, 0, "wait")[:1] == [("wait for rank 1", 4.5, 1.5, 1)]
+    assert slices(document, 0, "wire")[:1] == [("wire", 6, 3, 1)]
+    assert slices(document, 1, "wait") == []
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in document["traceEvents"]
+             if event["name"] == "thread_name"}  # fmt: skip
+    assert [names[0, track] for track in range(3)] == ["compute", "communication", "communication 2"]
+    args = next(event["args"] for event in document["traceEvents"] if event.get("cat") == "operation")
+    assert (args["bytes"], args["label"], args["waits_for_rank"]) == (400, "bucket 0", 1)
+
+
+def test_only_the_steps_that_were_asked_for() -> None:
+    document = chrome_trace(logged(), "bucketed", first=1, last=1)
+    assert_valid(document)
+    assert slices(document, 1, "step") == [("step 1", 0, 12, 0)]
+    assert chrome_trace(logged(), "ddp")["traceEvents"] == []
+
+
+@pytest.mark.parametrize("method", ["point-to-point", "shared-memory"])
+def test_trace_of_a_real_run(method: str, cli: Cli, tmp_path: Path) -> None:
+    arguments = ("--model", "mlp", "--data", "synthetic", "--steps", 3, "--set", "evaluate=false", "--method", method)
+    assert cli("train", *arguments).returncode == 0
+    done = cli("trace", "--steps", "1:2", "-o", "mine.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"2 steps of {method} in mine.json")
+    document = json.loads((tmp_path / "work" / "mine.json").read_text())
+    assert_valid(document)
+    for rank in range(2):
+        assert [name for name, *_ in slices(document, rank, "step")] == ["step 1", "step 2"]
+        assert {"forward", "backward", "sync", "update"} <= {name for name, *_ in slices(document, rank, "phase")}
+        assert slices(document, rank, "wire")
+    refused = cli("trace", "--steps", "7")
+    assert refused.returncode == 2
+    assert "no finished step" in refused.stderr
+    assert "no steps of 'ring'" in cli("trace", "--method", "ring").stderr
