@@ -1,7 +1,7 @@
 """A run as a Chrome trace, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-One process per rank, with a track for compute (the step and its phases) and one for communication. Operations that are
-in flight together get further tracks, because slices of one track must lie inside each other or apart. Inside an
+One process per rank, with a track for compute (the step and its phases) and one for communication. Operations that
+are in flight together get further tracks, because slices of one track must lie inside each other or apart. Inside an
 operation, `wait` lasts until the last rank was ready, and `wire` is what follows. All times are on rank 0's clock, in
 microseconds from the first step that is shown.
 """
@@ -23,11 +23,8 @@ Key = tuple[str, str]
 def chrome_trace(events: Events, method: str, *, first: int = 0, last: int | None = None) -> dict[str, Any]:
     """The steps `first` to `last` (both shown) of a method. What a rank did in a step that others never ended is
     shown too."""
-    steps = [
-        step
-        for step in events.steps.get(method, [])
-        if first <= step.number and (last is None or step.number <= last)
-    ]
+    steps = [step for step in events.steps.get(method, []) if step.number >= first]
+    steps = [step for step in steps if last is None or step.number <= last]
     origin = min((one.start for step in steps for one in step.ranks.values()), default=0)
     slices: list[TraceEvent] = []
     tracks: dict[int, int] = {}
