@@ -264,6 +264,14 @@ def test_every_rank_of_every_wrapper_is_in_one_folder_with_its_transfers(tmp_pat
                 assert [one["step"] for one in records if one["kind"] == "step"] == [0, 1]
                 assert names(records, 1) == [*STEP[:4], *STEP[:4], "update"]
                 assert (sent(records, 1) >= gradient_bytes) == (name != "hooked"), (name, number, rank)
+                assert_waited_for(records)
+
+
+def assert_waited_for(records: list[Record]) -> None:
+    """Backward returns when the transfers are done, so each ends inside the phases of its step."""
+    ends = {one["step"]: one["end"] for one in records if one["kind"] == "phase" and one["name"] == "sync"}
+    for one in records:
+        assert one["kind"] != "collective" or one["step"] < 0 or one["end"] <= ends[one["step"]]
 
 
 def test_example_runs_as_its_docstring_says(tmp_path: Path) -> None:
