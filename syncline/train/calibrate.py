@@ -132,6 +132,8 @@ def _watching(model: nn.Module) -> Iterator[_Watch]:
 def _step_times(records: Sequence[Record], watch: _Watch) -> StepTimes:
     spans = {record["name"]: (record["start"], record["end"]) for record in records if record["kind"] == "phase"}
     phases = {name: (spans[name][1] - spans[name][0]) / 1e9 for name in ("data", "forward", "update")}
+    if "score" in spans:  # read from forward's result, and counted there
+        phases["forward"] += (spans["score"][1] - spans["score"][0]) / 1e9
     start, end = spans["backward"]
     last = max(watch.ready.values(), default=end)
     phases |= {"backward": (last - start) / 1e9, "rest": (end - last) / 1e9}
