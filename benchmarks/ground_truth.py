@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from support import write_result
-from syncline.measure.breakdown import break_down, summarise
 
+from syncline.measure.breakdown import break_down, summarise
 from syncline.measure.events import read_events
 from syncline.plan import Plan
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Cli
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -274,10 +275,22 @@ def assert_waited_for(records: list[Record]) -> None:
         assert one["kind"] != "collective" or one["step"] < 0 or one["end"] <= ends[one["step"]]
 
 
-def test_example_runs_as_its_docstring_says(tmp_path: Path) -> None:
+def test_example_runs_as_its_docstring_says_and_can_be_explained(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "record_loop.py")], capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, str(ROOT / "examples" / "record_loop.py")], capture_output=True, text=True, cwd=folder
     )
     assert done.returncode == 0, done.stderr
-    summary = json.loads((tmp_path / "my-run" / "summary.json").read_text())
+    summary = json.loads((folder / "my-run" / "summary.json").read_text())
     assert summary["steps"] == 60
+    explained = cli("explain", "my-run", "--json")
+    assert explained.returncode == 0, explained.stderr
+    document = json.loads(explained.stdout)
+    (method,) = document["methods"]
+    assert (document["kind"], method["breakdown"]["steps"]) == ("record", 59)
+    parts = method["breakdown"]["parts_s"]
+    assert sum(parts.values()) == pytest.approx(method["breakdown"]["step_s"])
+    assert min(parts[part] for part in ("data", "forward", "backward", "update")) > 0
+    traced = cli("trace", "my-run", "-o", "trace.json")
+    assert traced.returncode == 0, traced.stderr
+    assert json.loads((folder / "trace.json").read_text())
