@@ -48,15 +48,24 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
 """The options that each method takes; the others take none."""
 MODELS = {
     "vgg11": "VGG-11 for 32x32 images with batch norm, 9,231,114 parameters",
+    "vgg16": "VGG-16 for 224x224 images, 138,357,544 parameters",
+    "resnet18": "ResNet-18 for 32x32 images, 11,173,962 parameters",
+    "resnet18-imagenet": "ResNet-18 for 224x224 images, 11,689,512 parameters",
+    "resnet50": "ResNet-50 for 224x224 images, 25,557,032 parameters",
+    "inception-v3": "Inception-v3 for 299x299 images with its auxiliary head, 27,161,264 parameters",
+    "bert-base": "BERT that guesses masked tokens, 12 layers, 109,514,298 parameters",
+    "bert-small": "BERT that guesses masked tokens, 4 layers, 28,795,194 parameters",
     "cnn": "a small convolutional network without batch norm: equal to one worker in every digit that counts",
     "mlp": "two linear layers: the smallest thing that learns",
 }
 DATA = {
-    "auto": "CIFAR-10 where it is at hand or quickly fetched, otherwise synthetic",
+    "auto": "CIFAR-10 where it is at hand or quickly fetched and the model is for such images, otherwise synthetic",
     "cifar10": "CIFAR-10, 32x32 colour images in 10 classes",
-    "synthetic": "a made-up 10-class set of CIFAR-10's shape that can be learnt",
+    "synthetic": "made up to fit the model: images of its size and classes, or texts",
+    "synthetic-ages": "made-up images with ages 0 to 100",
     "imdb-wiki": "faces and their age, from the folder with wiki.mat or imdb.mat (data_dir)",
     "folder": "images in a folder per class, as ImageNet, Imagenette and Tiny-ImageNet have them (data_dir)",
+    "text": "a text file, or a folder of them (data_dir), with tokens made from it: guess the masked ones",
 }
 IN_FILES = ("imdb-wiki", "folder")
 """Data whose images stay in their files and are decoded when a batch needs them."""
@@ -177,12 +186,16 @@ class Checkpoint(Section):
 class Plan(Section):
     model: str = "vgg11"
     """A built-in model, or `module:callable` that returns one."""
-    data: Literal["auto", "cifar10", "synthetic", "imdb-wiki", "folder"] = "auto"
+    data: Literal["auto", "cifar10", "synthetic", "synthetic-ages", "imdb-wiki", "folder", "text"] = "auto"
     """What is trained on."""
     data_dir: str | None = None
-    """Folder that holds the data; searched for if absent."""
+    """Folder that holds the data, or a text file; CIFAR-10 is searched for if absent."""
     image_size: int | None = Field(None, ge=8, le=4096)
-    """Pixels a side to which images from files are cut and scaled; what the model is known for if absent."""
+    """Pixels a side of synthetic images and to which images from files are cut and scaled; the model's if absent."""
+    num_classes: int | None = Field(None, ge=2)
+    """Classes of synthetic images, or tokens of a synthetic vocabulary; the model's usual number if absent."""
+    sequence_length: int | None = Field(None, ge=2, le=512)
+    """Tokens of a text; the model's usual number if absent."""
     loaders: int | None = Field(None, ge=0, le=256)
     """Processes per worker that make batches ahead; 0 makes them in the worker. 0 for data in memory if absent."""
     method: str = "ddp"
@@ -279,6 +292,8 @@ class Plan(Section):
             raise ValueError(
                 "options.transfer_dtype needs a collective of our own: leave native out, or take direct."
             )
+        if self.image_size is not None and self.data == "cifar10":
+            raise ValueError("image_size cannot be chosen with data cifar10: its images are 32x32.")
         if self.global_batch < self.workers:
             raise ValueError(
                 f"global_batch {self.global_batch} is smaller than workers {self.workers}: "
@@ -295,8 +310,6 @@ class Plan(Section):
             )
         if self.data in IN_FILES and self.data_dir is None:
             raise ValueError(f"data {self.data} needs data_dir (--data-dir): the folder that holds the images.")
-        if self.image_size is not None and self.data not in IN_FILES:
-            raise ValueError(f"image_size is for data {' and '.join(IN_FILES)}; {self.data} has a size of its own.")
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend nccl needs device cuda: take gloo, or device cuda.")
         if self.method == "mpi" and self.device != "cpu":

@@ -12,8 +12,10 @@ from syncline.launcher.machine import STRONG_MEMORY_ORDER
 from syncline.plan import IN_FILES, Plan, compute_source
 from syncline.units import format_bytes, format_seconds
 from syncline.workload.images import Progress
+from syncline.workload.inputs import check_input, image_size, is_cifar_shaped, sequence_length, usual_input
 from syncline.workload.recorded import load_times
 from syncline.workload.sources import check_images, choose_images
+from syncline.workload.text import read_text
 
 
 def resolve(
@@ -23,16 +25,30 @@ def resolve(
     if plan.replayed:
         changes, sentence = _replayed(plan)
     else:
-        choice = choose_images(plan.data, Path(plan.data_dir) if plan.data_dir else None, progress=progress)
-        sentence = check_images(choice)
-        changes = {"data": choice.name, "threads": plan.threads or default_threads(ranks_per_host)}
-        changes["loaders"] = default_loaders(choice.name, ranks_per_host) if plan.loaders is None else plan.loaders
-        if choice.folder is not None:
-            changes["data_dir"] = str(choice.folder)
+        changes, sentence = _chosen_data(plan, progress)
+        changes["threads"] = plan.threads or default_threads(ranks_per_host)
+        name = changes.get("data", plan.data)
+        changes["loaders"] = default_loaders(name, ranks_per_host) if plan.loaders is None else plan.loaders
     if plan.method == "auto":
         changes["method"], why = choose_method(device=plan.device, workers=plan.workers, num_hosts=num_hosts)
         sentence += f" Method {changes['method']}: {why}."
     return plan.replace(**changes), sentence
+
+
+def _chosen_data(plan: Plan, progress: Progress | None) -> tuple[dict[str, Any], str]:
+    """What `auto` stands for and where the data is; checked, so that no rank starts with data that it cannot read."""
+    check_input(plan)
+    if plan.data == "text":
+        path = Path(plan.data_dir or "").expanduser().resolve()
+        return {"data_dir": str(path)}, read_text(path, sequence_length(plan)).source + "."
+    if plan.data in ("auto", "synthetic", "synthetic-ages") and not is_cifar_shaped(plan):
+        name = "synthetic" if plan.data == "auto" else plan.data
+        side = image_size(plan)
+        what = f"images of {side}x{side}" if usual_input(plan.model).unit == "images" else "texts"
+        return {"data": name}, f"Synthetic data for {plan.model}: {what}."
+    choice = choose_images(plan.data, Path(plan.data_dir) if plan.data_dir else None, progress=progress)
+    changes = {"data": choice.name, **({"data_dir": str(choice.folder)} if choice.folder is not None else {})}
+    return changes, check_images(choice)
 
 
 def _replayed(plan: Plan) -> tuple[dict[str, Any], str]:

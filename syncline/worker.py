@@ -53,9 +53,12 @@ from syncline.train.watching import StepWatch
 from syncline.workload.ahead import AheadBatches
 from syncline.workload.batches import Batches, ImageBatches
 from syncline.workload.file_batches import FileBatches, usual_image_size
+from syncline.workload.fit import check_fit
 from syncline.workload.image_index import ImageIndex, digest
+from syncline.workload.inputs import is_cifar_shaped, usual_input
 from syncline.workload.recipes import make_model, make_optimizer
 from syncline.workload.recorded import load_times
+from syncline.workload.shapes import made_batches, text_batches
 from syncline.workload.sharding import Sharding
 from syncline.workload.sources import load_images, load_index
 
@@ -106,11 +109,11 @@ def certify(plan: Plan, methods: Sequence[str], models: Sequence[str], quiet: bo
     """A rank's part in `syncline verify`: the certificates, on rank 0."""
     rows = []
     with _joined(plan, None) as rank, Display(rank=rank.number, quiet=quiet, unit="certificate") as display:
-        batches = _batches(rank)
+        by_input = {usual_input(model): _batches(rank, plan.replace(model=model)) for model in models}
         pairs = [(model, method) for model in models for method in methods]
         for done, (model, method) in enumerate(pairs):
             display.progress(done, len(pairs), f"{model} {method}")
-            certificate = _certifier(rank, plan.replace(model=model), method, batches).run()
+            certificate = _certifier(rank, plan.replace(model=model), method, by_input[usual_input(model)]).run()
             if certificate is not None:
                 place = {"workers": plan.workers, "model": model, "method": method}
                 rows.append({**place, "passed": certificate.passed, **asdict(certificate)})
@@ -140,16 +143,18 @@ def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifi
 def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str, Any] | None:
     plan = rank.plan
     batches = _batches(rank)
+    model = make_model(plan, rank.device, batches.task)
+    sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, plan.workers)
+    if not plan.replayed:
+        check_fit(plan.model, model, batches.task, sharding, plan.steps or sharding.steps_per_epoch)
     if not resume:
         _calibrate(rank, run, batches)
-    model = make_model(plan, rank.device, batches.task)
     torch.manual_seed(_rank_seed(plan.seed, rank.number))
     rank.log.method = plan.method
     sync = make_sync(plan.method, rank.communicator, log=rank.log, **plan.options_for(plan.method))
     optimizer, smoothing = make_optimizer(plan, model), plan.optimizer.label_smoothing
     delays = delays_of(plan, rank.number)
     worker = Worker(model, sync.attach(model), sync, optimizer, batches, rank.log, smoothing, delays)
-    sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, plan.workers)
     with Display(rank=rank.number, quiet=quiet, counted=batches.task.unit) as display:
         checkpoints = None if plan.replayed else run.checkpoints
         watch_steps = StepWatch(rank.log, plan.profile, run.path / "profile")
@@ -221,8 +226,8 @@ def _digest(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _batches(rank: Rank) -> Batches:
-    plan = rank.plan
+def _batches(rank: Rank, plan: Plan | None = None) -> Batches:
+    plan = plan or rank.plan
     if plan.replayed:
         times = load_times(plan.compute)
         return ReplayedBatches(times.data_s, num_train=times.num_train, source=plan.compute_note)
@@ -231,6 +236,10 @@ def _batches(rank: Rank) -> Batches:
     inner: Batches
     if plan.data in IN_FILES:
         inner = _file_batches(rank, device)
+    elif plan.data == "text":
+        inner = text_batches(plan, device)
+    elif plan.data.startswith("synthetic") and not is_cifar_shaped(plan):
+        inner = made_batches(plan, device)
     else:
         images = load_images(plan.data, Path(plan.data_dir) if plan.data_dir else None)
         inner = ImageBatches(images, seed=plan.seed, device=device, channels_last=plan.channels_last)

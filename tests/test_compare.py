@@ -15,7 +15,7 @@ from syncline.measure.compare import Comparison, Contender, compare_rows, conten
 from syncline.measure.statistics import spread, timing
 from syncline.plan import Plan
 from syncline.spans import EventLog
-from syncline.workload.models import CIFAR, build_model
+from syncline.workload.models import build_model, usual_task
 
 PLAN = Plan(workers=4, global_batch=64, steps=4)  # one warm-up round
 SECONDS = {
@@ -27,7 +27,7 @@ SECONDS = {
 
 def rows_of(seconds: dict[str, list[float]], plan: Plan = PLAN) -> dict[str, dict[str, object]]:
     entries = [Contender(label, label, threads=1) for label in seconds]
-    rows = compare_rows(plan, entries, list(seconds.values()), [1.5] * len(entries), CIFAR)
+    rows = compare_rows(plan, entries, list(seconds.values()), [1.5] * len(entries), usual_task("cnn"))
     return {row["label"]: row for row in rows}
 
 

@@ -1,59 +1,83 @@
-"""The line through times by size finds the latency and the rate that made them, and its intervals hold them."""
+"""A batch that a model cannot take is refused before training, with the smallest one that works."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from syncline.measure.fit import fit_line
-
-SIZES = [1000 * 4**power for power in range(8)]
-
-
-@pytest.mark.parametrize(("alpha", "beta"), [(50e-6, 8e-9), (1e-3, 1e-9), (2e-6, 1e-10)])
-def test_exact_times_give_back_alpha_and_beta(alpha: float, beta: float) -> None:
-    fit = fit_line(SIZES, [alpha + beta * size for size in SIZES])
-    assert fit is not None
-    assert fit.alpha_s == pytest.approx(alpha, rel=1e-9)
-    assert fit.beta_s_per_byte == pytest.approx(beta, rel=1e-9)
-    assert fit.bytes_per_s == pytest.approx(1 / beta)
-    assert fit.worst_deviation < 1e-9
-    assert fit.seconds(10**6) == pytest.approx(alpha + beta * 10**6)
+from syncline.errors import PlanError
+from syncline.workload.fit import check_fit, smallest_shard
+from syncline.workload.models import build_model, usual_task
+from syncline.workload.sharding import Sharding
+from syncline.workload.tasks import classification
 
 
-def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
-    alpha, beta = 100e-6, 8e-9
-    hits = np.zeros(2)
-    for seed in range(300):
-        noise = np.random.default_rng(seed).normal(1, 0.05, len(SIZES))
-        fit = fit_line(SIZES, (alpha + beta * np.array(SIZES)) * noise)
-        assert fit is not None
-        hits += [
-            fit.alpha_interval_s[0] <= alpha <= fit.alpha_interval_s[1],
-            fit.beta_interval_s_per_byte[0] <= beta <= fit.beta_interval_s_per_byte[1],
-        ]
-        assert fit.alpha_interval_s[0] <= fit.alpha_s <= fit.alpha_interval_s[1]
-    assert (hits / 300 > 0.90).all()
-    assert (hits / 300 < 0.99).all(), "an interval that always holds the truth is too wide to say anything"
+def fits(name: str, samples: int, batch: int, workers: int, steps: int = 10**6) -> None:
+    task = usual_task(name)
+    with torch.device("meta"):
+        model = build_model(name, seed=0, task=task).train()
+    check_fit(name, model, task, Sharding(samples, batch, 0, 0, workers), steps)
 
 
-def test_no_part_takes_negative_time() -> None:
-    pure_rate = fit_line(SIZES, [size * 1e-9 * (0.9 if size == SIZES[0] else 1) for size in SIZES])
-    assert pure_rate is not None
-    assert pure_rate.alpha_s == 0 == pure_rate.alpha_interval_s[0]
-    assert pure_rate.beta_s_per_byte == pytest.approx(1e-9, rel=0.05)
-    falling = fit_line([1, 2, 3, 4], [4.0, 3.0, 2.0, 1.0])
-    assert falling is not None
-    assert falling.beta_s_per_byte == 0
-    assert falling.bytes_per_s is None
+@pytest.mark.parametrize(
+    ("samples", "batch", "workers", "steps", "smallest"),
+    [
+        (100, 10, 2, 10, 5),
+        (100, 3, 2, 10, 1),
+        (101, 10, 2, 11, 1),
+        (101, 10, 2, 10, 5),
+        (4, 8, 3, 1, 1),
+        (2, 8, 3, 1, 1),
+    ],
+)
+def test_smallest_shard_that_a_run_meets(samples: int, batch: int, workers: int, steps: int, smallest: int) -> None:
+    assert smallest_shard(Sharding(samples, batch, 0, 0, workers), steps) == smallest
 
 
-def test_what_no_line_describes_shows_as_deviation() -> None:
-    bent = fit_line(SIZES, [1e-4 if size < 10**6 else 1e-1 for size in SIZES])
-    assert bent is not None
-    assert bent.worst_deviation > 0.5
+def test_one_sample_is_refused_where_batch_norm_has_one_value() -> None:
+    """Inception's auxiliary head has no rows and columns left."""
+    fits("inception-v3", 100, 4, 2)
+    with pytest.raises(PlanError, match=r"leaves a worker with 1 sample.* at least 2 .* global batch of 4\."):
+        fits("inception-v3", 100, 3, 2)
 
 
-@pytest.mark.parametrize("sizes", [[], [1], [1, 2], [5, 5, 5]])
-def test_too_few_sizes_give_no_fit(sizes: list[int]) -> None:
-    assert fit_line(sizes, [1.0] * len(sizes)) is None
+def test_last_batch_of_an_epoch_counts_if_the_run_meets_it() -> None:
+    task = classification(3, (3, 4, 4))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3), nn.BatchNorm1d(3))
+    check_fit("my:model", model, task, Sharding(101, 10, 0, 0, 2), 10)
+    with pytest.raises(PlanError, match=r"in the last step of an epoch of 101.*global batch of 12\."):
+        check_fit("my:model", model, task, Sharding(101, 10, 0, 0, 2), 11)
+    check_fit("my:model", model, task, Sharding(101, 12, 0, 0, 2), 9)
+
+
+@pytest.mark.parametrize("name", ["vgg11", "resnet18", "vgg16", "cnn", "bert-small"])
+def test_one_sample_is_fine_where_there_are_rows_and_columns_or_no_batch_norm(name: str) -> None:
+    fits(name, 10, 2, 2)
+
+
+def test_own_model_is_asked_too_and_left_as_it_was() -> None:
+    task = classification(3, (3, 4, 4))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(PlanError, match=r"my:model needs at least 2"):
+        check_fit("my:model", model, task, Sharding(10, 2, 0, 0, 2), 5)
+    check_fit("my:model", model, task, Sharding(10, 4, 0, 0, 2), 2)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_own_model_that_cannot_run_on_shapes_alone_is_not_judged() -> None:
+    class Odd(nn.Sequential):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs * float(inputs.sum()))
+
+    check_fit(
+        "my:odd", Odd(nn.Flatten(), nn.BatchNorm1d(48)), classification(48, (3, 4, 4)), Sharding(9, 2, 0, 0, 2), 5
+    )
+
+
+def test_images_too_small_for_a_model_are_refused() -> None:
+    task = classification(10, (3, 16, 16))
+    model = build_model("vgg11", seed=0, task=task)
+    with pytest.raises(PlanError, match=r"vgg11 cannot take inputs of 3x16x16.*image_size"):
+        check_fit("vgg11", model, task, Sharding(10, 4, 0), 1)

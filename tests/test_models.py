@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from torch import nn
 
 from syncline.errors import PlanError
 from syncline.plan import MODELS, Plan
-from syncline.workload.models import BUILDERS, build_model
+from syncline.workload.models import BUILDERS, build_model, usual_task
+from syncline.workload.profile import profile
 from syncline.workload.recipes import make_model, make_optimizer
+from syncline.workload.tasks import classification, masked_language
 
 
 def test_vgg11_has_the_parameters_of_the_course() -> None:
@@ -30,9 +33,88 @@ def test_vgg11_has_the_layers_of_the_course() -> None:
     assert (leaves[-1].in_features, leaves[-1].out_features) == (512, 10)
 
 
+PARAMETERS = {
+    "vgg11": 9_231_114,
+    "vgg16": 138_357_544,
+    "resnet18": 11_173_962,
+    "resnet18-imagenet": 11_689_512,
+    "resnet50": 25_557_032,
+    "inception-v3": 27_161_264,
+    "bert-base": 109_514_298,
+    "bert-small": 28_795_194,
+    "cnn": 25_578,
+    "mlp": 197_322,
+}
+
+
 @pytest.mark.parametrize("name", BUILDERS)
-def test_models_classify_images_into_ten(name: str) -> None:
-    assert build_model(name, seed=0)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+def test_number_of_parameters_is_the_published_one(name: str) -> None:
+    found = profile(name)
+    assert found.parameters == PARAMETERS[name]
+    assert found.gradient_bytes == 4 * PARAMETERS[name]
+    if PARAMETERS[name] > 1_000_000:
+        assert f"{PARAMETERS[name]:,}" in MODELS[name]
+
+
+# Multiply-adds of the forward pass, in thousand millions, as torchvision documents them for its models.
+@pytest.mark.parametrize(
+    ("name", "multiply_adds"), [("vgg16", 15.47), ("resnet18-imagenet", 1.81), ("resnet50", 4.09), ("vgg11", 0.153)]
+)
+def test_operations_are_the_published_ones(name: str, multiply_adds: float) -> None:
+    found = profile(name)
+    assert found.forward_flops / 2e9 == pytest.approx(multiply_adds, rel=0.01)
+    # Backward makes two products for each of forward, but for the gradient of the images, which nobody needs.
+    assert 2.8 < found.training_flops / found.forward_flops <= 3.0
+
+
+def test_operations_of_a_linear_model_are_counted_by_hand() -> None:
+    found = profile("mlp")
+    assert found.forward_flops == 2 * (3072 * 64 + 64 * 10)
+    assert found.training_flops == found.forward_flops + 2 * (3072 * 64 + 2 * 64 * 10)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("classes", [None, 101])
+def test_answers_are_as_wide_as_the_task(name: str, classes: int | None) -> None:
+    task = usual_task(name)
+    task = replace(task, num_classes=classes) if classes else task
+    with torch.device("meta"):
+        model = build_model(name, seed=0, task=task)
+        inputs = task.example(2)
+        trained, tested = model(inputs), model.eval()(inputs)
+    places = () if task.unit == "images" else task.input_shape
+    assert tested.shape == (2, *places, task.num_classes)
+    heads = trained if isinstance(trained, tuple) else (trained,)
+    assert [head.shape for head in heads] == [tested.shape] * (2 if name == "inception-v3" else 1)
+
+
+@pytest.mark.parametrize("name", ["vgg11", "vgg16", "resnet18", "resnet50", "cnn", "mlp"])
+def test_size_of_the_images_is_the_datas(name: str) -> None:
+    task = classification(7, (3, 64, 64))
+    with torch.device("meta"):
+        assert build_model(name, seed=0, task=task)(task.example(2)).shape == (2, 7)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "bert-small"])
+def test_weights_follow_from_the_seed_and_keep_the_size_of_what_passes(name: str) -> None:
+    model, again, other = (build_model(name, seed=seed) for seed in (1, 1, 2))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), again.parameters(), strict=True))
+    first, another = (max(one.parameters(), key=torch.numel) for one in (model, other))
+    assert not torch.equal(first, another)
+    inputs = torch.randn(4, 3, 32, 32) if name == "resnet18" else torch.randint(100, (2, 32))
+    answers = model(inputs)
+    assert answers.isfinite().all()
+    assert 0.01 < float(answers.detach().std()) < 2, answers.detach().std()
+
+
+def test_tokens_and_answers_of_bert_share_their_matrix_and_places_count() -> None:
+    model = build_model("bert-small", seed=1, task=masked_language(50, 16, 2)).eval()
+    tokens = torch.randint(50, (1, 16))
+    shuffled = tokens.flip(1)
+    assert not torch.allclose(model(tokens), model(shuffled).flip(1), atol=1e-3)
+    model(tokens).sum().backward()
+    assert sum(parameter.shape == (50, 512) for parameter in model.parameters()) == 1
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_cnn_and_mlp_have_no_layer_that_looks_at_two_samples() -> None:
@@ -70,6 +152,8 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "from torch import nn\n"
         "class Net(nn.Linear):\n    def __init__(self): super().__init__(3, 4)\n"
         "def build(): return nn.Linear(5, 6)\n"
+        "def wide(num_classes=3): return nn.Linear(5, num_classes)\n"
+        "def through(**options): return nn.Linear(5, **{'out_features': options['num_classes']})\n"
         "def wrong(): return 'a model'\n"
         "number = 3\n"
     )
@@ -82,6 +166,12 @@ def test_own_model_by_module_and_callable(attribute: str, features: int, user_mo
     first, again = (build_model(f"{user_module}:{attribute}", seed=2) for _ in range(2))
     assert first.in_features == features
     assert torch.equal(first.weight, again.weight)
+
+
+@pytest.mark.parametrize(("attribute", "width"), [("build", 6), ("wide", 101), ("through", 101)])
+def test_own_model_gets_the_number_of_classes_if_it_takes_it(attribute: str, width: int, user_module: str) -> None:
+    task = classification(101, (3, 8, 8))
+    assert build_model(f"{user_module}:{attribute}", seed=2, task=task).out_features == width
 
 
 @pytest.mark.parametrize(

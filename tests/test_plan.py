@@ -14,6 +14,7 @@ from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.errors import PlanError
 from syncline.plan import DATA, METHOD_OPTIONS, METHODS, MODELS, Plan, load_plan, parse_plan
 from syncline.workload.models import BUILDERS
+from syncline.workload.shapes import SHAPES
 from syncline.workload.sources import DATA_NAMES
 
 
@@ -25,7 +26,7 @@ from syncline.workload.sources import DATA_NAMES
         ({"zzzzzz": 1}, ["'zzzzzz'", "Allowed: model, data"]),
         ({"method": "al-reduce"}, ["method", "'al-reduce'", "'all-reduce'", *METHODS]),
         ({"data": "cifar"}, ["data", "'cifar10'", *DATA]),
-        ({"model": "vgg"}, ["model", "'vgg'", "'vgg11'", *MODELS, "module:callable"]),
+        ({"model": "vg11"}, ["model", "'vg11'", "'vgg11'", *MODELS, "module:callable"]),
         ({"device": "tpu"}, ["device", "'tpu'", "cpu", "cuda"]),
         ({"workers": 0}, ["workers", "greater than or equal to 1", "0"]),
         ({"workers": "many"}, ["workers", "integer", "'many'"]),
@@ -178,7 +179,8 @@ def test_method_is_taken_with_its_options_and_no_other(method: str) -> None:
 
 def test_tables_are_what_the_stages_implement() -> None:
     assert set(sync.CLASSES) == set(METHODS) - {"auto"}  # resolved before any rank starts
-    assert set(get_args(Plan.model_fields["data"].annotation)) == set(DATA) == set(DATA_NAMES)
+    assert set(get_args(Plan.model_fields["data"].annotation)) == set(DATA)
+    assert set(DATA) == {*DATA_NAMES, *SHAPES}
     assert set(BUILDERS) == set(MODELS)
 
 

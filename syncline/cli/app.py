@@ -12,6 +12,7 @@ from syncline.cli.compare import compare
 from syncline.cli.data import data
 from syncline.cli.explain import explain
 from syncline.cli.launch import launch
+from syncline.cli.models import models
 from syncline.cli.probe import probe
 from syncline.cli.runs import methods, runs
 from syncline.cli.schedule import schedule
@@ -27,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, compare, verify, explain, probe, trace, launch, methods, schedule, runs, data):
+for verb in (train, compare, verify, explain, probe, trace, launch, methods, models, schedule, runs, data):
     app.command()(verb)
 app.add_typer(cluster, name="cluster")
 

@@ -19,8 +19,11 @@ from syncline.plan import Plan
 from syncline.store import RunFolder
 from syncline.units import format_bytes
 
-Model = Annotated[str | None, typer.Option(help="Model: vgg11, cnn, mlp, or your own as module:callable.")]
-Data = Annotated[str | None, typer.Option(help="Data: auto, cifar10, synthetic, imdb-wiki or folder.")]
+Model = Annotated[str | None, typer.Option(help="See `syncline models`, or your own as module:callable.")]
+Data = Annotated[
+    str | None,
+    typer.Option(help="auto, cifar10, synthetic, synthetic-ages, imdb-wiki, folder or text."),
+]
 DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data (or set SYNCLINE_DATA).")]
 Workers = Annotated[int | None, typer.Option(help="Number of ranks.")]
 Threads = Annotated[int | None, typer.Option(help="Compute threads per worker; default cores / workers.")]

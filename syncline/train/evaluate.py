@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from syncline.comm.communicator import Communicator
 from syncline.train.step import buffers_kept
 from syncline.workload.batches import Batches
+from syncline.workload.tasks import Task
 
-BATCH = 250
+BATCH, LARGE_BATCH = 250, 10
 """Fixed, so that a sample is always computed in the same company, whatever the number of ranks."""
+LARGE = 3 * 64 * 64
+"""Numbers in a sample above which LARGE_BATCH is taken, so that it fits into memory; texts always are large."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +49,20 @@ def evaluate_per_rank(model: nn.Module, batches: Batches, communicator: Communic
 
 def _evaluate_batches(model: nn.Module, batches: Batches, first: int, stride: int) -> Tensor:
     """Sums of losses and of scores for each batch; zero where another rank fills in."""
-    num_batches = -(-batches.num_test // BATCH)
+    size = _batch_size(batches.task)
+    num_batches = -(-batches.num_test // size)
     results = torch.zeros(num_batches, 2, dtype=torch.float64)
     with torch.no_grad(), _evaluating(model):
         for index in range(first, num_batches, stride):
-            inputs, targets = batches.test(index * BATCH, (index + 1) * BATCH)
+            inputs, targets = batches.test(index * size, (index + 1) * size)
             outputs = model(inputs)
             results[index, 0] = batches.task.loss(outputs, targets, reduction="sum").double()
             results[index, 1] = batches.task.score_sum(outputs, targets)
     return results
+
+
+def _batch_size(task: Task) -> int:
+    return LARGE_BATCH if task.unit == "tokens" or math.prod(task.input_shape) > LARGE else BATCH
 
 
 def _total(results: Tensor, batches: Batches) -> Evaluation:

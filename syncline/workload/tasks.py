@@ -75,6 +75,10 @@ class Task:
         with torch.no_grad():
             return float(self.score(_heads(outputs)[0], targets))
 
+    def example(self, count: int) -> Tensor:
+        """Inputs of the right shape and kind, all zero, on torch's default device."""
+        return torch.zeros(count, *self.input_shape, dtype=torch.float32 if self.unit == "images" else torch.int64)
+
     def describe(self, score_sum: float, num_samples: int) -> str:
         """For people: `accuracy 71.20%`, `mean absolute error 6.31 years`."""
         mean = self.mean_score(score_sum, num_samples)

@@ -13,18 +13,28 @@ import torch
 from torch import nn
 
 from syncline.errors import PlanError
-from syncline.workload.models.small import CIFAR_SHAPE, cnn, mlp
-from syncline.workload.models.vgg import VGG11
-from syncline.workload.tasks import Task, classification
+from syncline.workload.inputs import usual_input
+from syncline.workload.models.bert import bert_base, bert_small
+from syncline.workload.models.inception import InceptionV3
+from syncline.workload.models.resnet import resnet18, resnet18_imagenet, resnet50
+from syncline.workload.models.small import cnn, mlp
+from syncline.workload.models.vgg import VGG11, VGG16
+from syncline.workload.tasks import Task, classification, masked_language
 
-CIFAR = classification(10, CIFAR_SHAPE)
-
-BUILDERS: dict[str, tuple[Callable[..., nn.Module], Task]] = {
-    "vgg11": (VGG11, CIFAR),
-    "cnn": (cnn, CIFAR),
-    "mlp": (mlp, CIFAR),
+BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "vgg11": VGG11,
+    "vgg16": VGG16,
+    "resnet18": resnet18,
+    "resnet18-imagenet": resnet18_imagenet,
+    "resnet50": resnet50,
+    "inception-v3": InceptionV3,
+    "bert-base": bert_base,
+    "bert-small": bert_small,
+    "cnn": cnn,
+    "mlp": mlp,
 }
-"""How each model is built, and the task that it is known for: taken where the data leaves it open."""
+MASKED_SHARE = 0.15
+"""Of the tokens of a text, those to guess; the figure of the BERT paper."""
 
 
 def build_model(name: str, *, seed: int, channels_last: bool = False, task: Task | None = None) -> nn.Module:
@@ -32,7 +42,7 @@ def build_model(name: str, *, seed: int, channels_last: bool = False, task: Task
 
     Its width at the end and, where the model depends on it, its input come from the task.
     """
-    builder = BUILDERS[name][0] if name in BUILDERS else _user_builder(name)
+    builder = BUILDERS.get(name) or _user_builder(name)
     task = task or usual_task(name)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -44,7 +54,15 @@ def build_model(name: str, *, seed: int, channels_last: bool = False, task: Task
 
 def usual_task(name: str) -> Task:
     """What a model is known for; CIFAR-10's task for a user's own."""
-    return BUILDERS[name][1] if name in BUILDERS else CIFAR
+    usual = usual_input(name)
+    if usual.unit == "images":
+        return classification(usual.num_classes, (3, usual.size, usual.size))
+    return masked_language(usual.num_classes, usual.size, num_masked(usual.size))
+
+
+def num_masked(length: int) -> int:
+    """The same for every text of this length, so that texts weigh the same."""
+    return max(1, round(MASKED_SHARE * length))
 
 
 def _accepted(builder: Callable[..., nn.Module], offered: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from syncline.workload.models.start import start_weights
+
 VGG11_CHANNELS = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
 
 
@@ -33,3 +35,35 @@ def _vgg_layers() -> list[nn.Module]:
         else:
             layers.append(nn.MaxPool2d(2))
     return layers
+
+
+VGG16_CHANNELS = (64, 64, "pool", 128, 128, "pool", *(256,) * 3, "pool", *(512,) * 3, "pool", *(512,) * 3, "pool")
+
+
+class VGG16(nn.Module):
+    """VGG-16 for ImageNet, configuration D of the paper: no batch norm, three linear layers; 138,357,544 parameters.
+
+    Images of another size than 224x224 are pooled to the 7x7 positions that the linear layers take.
+    """
+
+    def __init__(self, num_classes: int = 1000) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        channels = 3
+        for item in VGG16_CHANNELS:
+            if isinstance(item, int):
+                layers += [nn.Conv2d(channels, item, 3, padding=1), nn.ReLU(inplace=True)]
+                channels = item
+            else:
+                layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7))
+        self.classifier = nn.Sequential(
+            *(nn.Linear(512 * 7 * 7, 4096), nn.ReLU(inplace=True), nn.Dropout()),
+            *(nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout()),
+            nn.Linear(4096, num_classes),
+        )
+        start_weights(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.features(images).flatten(1))
+        return logits

@@ -1,0 +1,133 @@
+"""Made images of any size and number of classes, one at a time: nothing is kept but a few numbers per class.
+
+As in synthetic.py, a class is a smooth coloured pattern, and an image shows it shifted, mixed with another class's
+and covered with noise. An age is a point on the way from one pattern to another. A sample follows from its number;
+its shift, mixture and noise also from the seed and the epoch, which stands for augmentation.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from syncline.workload.batches import sample_numbers
+from syncline.workload.hashing import Words, mix, word
+from syncline.workload.sharding import Indices, Shard
+from syncline.workload.tasks import Task
+
+Values = npt.NDArray[np.float32]
+
+NUM_TRAIN, NUM_TEST = 10_000, 100
+KNOTS = 6
+SHIFT = 0.25
+"""Of the pattern, how far an image may lie from its start."""
+NOISE_MARGIN = 64
+NOISE = 0.5
+TRAIN, TEST = 1, 2
+
+
+class MadeImages:
+    """Batches of made images for a task: classes, or ages."""
+
+    def __init__(self, task: Task, *, seed: int, device: torch.device, channels_last: bool) -> None:
+        self.task = task
+        self.num_train, self.num_test = NUM_TRAIN, NUM_TEST
+        size = "x".join(map(str, task.input_shape[1:]))
+        what = f"ages 0 to {task.num_classes - 1}" if task.name == "age" else f"{task.num_classes:,} classes"
+        self.source = (
+            f"Synthetic images of {size}, {what}: {NUM_TRAIN:,} training and {NUM_TEST:,} test images, "
+            "made when they are needed."
+        )
+        self._seed, self._device, self._channels_last = seed, device, channels_last
+        self._dtype = torch.float32
+        stream = np.random.Generator(np.random.Philox(key=np.array([0, 10], dtype=np.uint64)))
+        channels, rows, columns = task.input_shape
+        self._patterns = stream.uniform(-1, 1, (self._num_patterns, channels, KNOTS, KNOTS)).astype(np.float32)
+        noise = (channels, rows + NOISE_MARGIN, columns + NOISE_MARGIN)
+        self._noise = stream.uniform(-NOISE, NOISE, noise).astype(np.float32)
+
+    @property
+    def _num_patterns(self) -> int:
+        return 2 if self.task.name == "age" else self.task.num_classes
+
+    def in_dtype(self, dtype: torch.dtype) -> Self:
+        other = copy.copy(self)
+        other._dtype = dtype
+        return other
+
+    def train(self, shard: Shard) -> tuple[Tensor, Tensor]:
+        numbers = sample_numbers(shard)
+        return self._samples(numbers, TRAIN, mix(mix(word(self._seed)) + word(shard.epoch)))
+
+    def test(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        return self._samples(np.arange(start, min(stop, self.num_test), dtype=np.int64), TEST, word(0))
+
+    def _samples(self, numbers: Indices, part: int, variation: Words) -> tuple[Tensor, Tensor]:
+        own = mix(mix(word(part)) + numbers.astype(np.uint64))
+        labels = (own % np.uint64(self.task.num_classes)).astype(np.int64)
+        draws = _Draws(mix(variation + own))
+        images = smooth(self._knots(labels, draws), self.task.input_shape[1:], draws.share(), draws.share())
+        for image, down, right in zip(images, draws.below(NOISE_MARGIN), draws.below(NOISE_MARGIN), strict=True):
+            rows, columns = image.shape[1:]
+            image += self._noise[:, down : down + rows, right : right + columns]
+        tensor = torch.from_numpy(images).to(self._device, self._dtype)
+        if self._channels_last:
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        return tensor, torch.from_numpy(labels).to(self._device)
+
+    def _knots(self, labels: npt.NDArray[np.int64], draws: _Draws) -> Values:
+        """Each sample's own pattern: its class's with something of another's."""
+        strength, other_strength = 0.5 + 0.5 * draws.share(), 0.5 * draws.share()
+        if self.task.name == "age":
+            way = (labels / (self.task.num_classes - 1)).astype(np.float32)[:, None, None, None]
+            own, other = (1 - way) * self._patterns[0] + way * self._patterns[1], 0.0
+        else:
+            step = 1 + draws.below(self._num_patterns - 1)
+            own, other = self._patterns[labels], self._patterns[(labels + step) % self._num_patterns]
+        mixed = strength[:, None, None, None] * own + other_strength[:, None, None, None] * other
+        knots: Values = mixed.astype(np.float32)
+        return knots
+
+
+class _Draws:
+    """Numbers for each sample, one kind after the other."""
+
+    def __init__(self, state: Words) -> None:
+        self._state = state
+
+    def share(self) -> Values:
+        """Between 0 and 1."""
+        self._state = mix(self._state)
+        return (self._state >> np.uint64(40)).astype(np.float32) / np.float32(2**24)
+
+    def below(self, limit: int) -> npt.NDArray[np.int64]:
+        self._state = mix(self._state)
+        return (self._state % np.uint64(limit)).astype(np.int64)
+
+
+def smooth(knots: Values, sides: tuple[int, ...], down: Values, right: Values) -> Values:
+    """Patterns of any size from few knots, linear between neighbours, each from its own start.
+
+    Sums in a fixed order instead of a matrix product, whose rounding may depend on the company of a sample.
+    """
+    rows, columns = sides
+    across, along = _weights(columns, right), _weights(rows, down)
+    strips = sum(knots[..., k, None] * across[:, None, None, k] for k in range(KNOTS))
+    image = along[:, None, 0, :, None] * strips[:, :, 0, None, :]  # type: ignore[index]
+    for k in range(1, KNOTS):
+        image += along[:, None, k, :, None] * strips[:, :, k, None, :]  # type: ignore[index]
+    return image
+
+
+def _weights(side: int, start: Values) -> Values:
+    """[sample, knot, position]: how much a knot counts at a position."""
+    position = np.arange(side, dtype=np.float32) / np.float32(side) * np.float32(1 - SHIFT)
+    place = (position + np.float32(SHIFT) * start[:, None]) * np.float32(KNOTS - 1)
+    apart = np.abs(place[:, None] - np.arange(KNOTS, dtype=np.float32)[:, None])
+    weights: Values = np.maximum(np.float32(0), np.float32(1) - apart)
+    return weights
