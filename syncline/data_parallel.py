@@ -30,6 +30,7 @@ from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.comm.torch_backend import adopt, connect
 from syncline.errors import PlanError, UsageError
 from syncline.launcher.environment import placement_from_environment
+from syncline.launcher.meeting import find_meeting
 from syncline.plan import parse_plan
 from syncline.resolve import choose_method
 from syncline.spans import EventLog
@@ -248,7 +249,8 @@ def _join(process_group: dist.ProcessGroup | None, deadline_s: float) -> Communi
         raise PlanError("process_group was given, but torch.distributed is not initialised.")
     if place is None:
         return ThreadCommunicator(ThreadWorld(1), 0)
-    if not place.master_addr:
+    meeting = None if place.master_addr else find_meeting(place)
+    if not place.master_addr and (meeting is None or place.launcher == "mpi"):
         return connect_mpi(deadline)  # mpiexec names no place to meet: MPI itself is one
     return connect(
         backend="nccl" if torch.cuda.is_available() else "gloo",
@@ -256,6 +258,7 @@ def _join(process_group: dist.ProcessGroup | None, deadline_s: float) -> Communi
         world_size=place.world_size,
         deadline=deadline,
         host_index=place.host_index,
+        meeting=meeting,
     )
 
 

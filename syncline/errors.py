@@ -5,6 +5,7 @@ SynclineError                what was wrong, where (rank, step) and what to do n
 │   ├── PlanError            a key or value of the plan
 │   ├── DataError            a data set that is missing, damaged or of the wrong kind
 │   └── RunFolderError       a run folder that cannot be written, read or resumed
+├── HostError                a host of the run never came, was lost, or cannot be reached
 ├── RankFailed               a rank ended badly; carries that rank's own traceback
 ├── Interrupted              the user asked to stop; exit code 130
 └── CommunicationError       talking to other ranks failed
@@ -27,9 +28,12 @@ class SynclineError(Exception):
         self.action = action
         self.rank = rank
         self.step = step
+        self.host: str | None = None
+        """The name of the rank's host, where there are several."""
 
     def __str__(self) -> str:
-        where = [f"rank {self.rank}"] if self.rank is not None else []
+        host = f" on host {self.host}" if self.host else ""
+        where = [f"rank {self.rank}{host}"] if self.rank is not None else []
         if self.step is not None:
             where.append(f"step {self.step}")
         prefix = f"[{', '.join(where)}] " if where else ""
@@ -61,6 +65,10 @@ class DataError(UsageError):
 
 
 class RunFolderError(UsageError):
+    pass
+
+
+class HostError(SynclineError):
     pass
 
 

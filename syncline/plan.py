@@ -203,6 +203,10 @@ class Plan(Section):
     options: Options = Options()
     workers: int = Field(2, ge=1)
     """Ranks, each on its own share of every batch. 1 if absent with method single."""
+    hosts: int = Field(1, ge=1)
+    """Hosts that the workers are spread over in equal parts, in rank order; emulated unless started with --nodes."""
+    link: str | None = None
+    """Rate of each emulated host's link, e.g. 1gbit; one for all, or one for each host with commas between."""
     threads: int | None = Field(None, ge=1)
     """Compute threads per worker; cores / workers if absent."""
     global_batch: int = Field(256, ge=1)
@@ -232,6 +236,8 @@ class Plan(Section):
     """Steps between loss lines."""
     deadline_s: float = Field(120.0, gt=0)
     """Longest wait for other ranks in one operation."""
+    max_restarts: int = Field(0, ge=0)
+    """How often a training run whose ranks failed starts again from its last checkpoint."""
     measure: Measure = Measure()
     inject: Inject = Inject()
     profile: Profile = Profile()
@@ -267,6 +273,8 @@ class Plan(Section):
         filled = {key: value for key, value in given.items() if value is not None}
         if filled.get("method") == "single":
             filled.setdefault("workers", 1)
+        if isinstance(filled.get("hosts"), int) and filled["hosts"] > 1:
+            filled.setdefault("workers", filled["hosts"])
         if "steps" not in filled:
             filled.setdefault("epochs", 1)
         optimizer, recipe = filled.get("optimizer", {}), filled.get("recipe", "course")
@@ -294,6 +302,12 @@ class Plan(Section):
             )
         if self.image_size is not None and self.data == "cifar10":
             raise ValueError("image_size cannot be chosen with data cifar10: its images are 32x32.")
+        if self.workers % self.hosts:
+            raise ValueError(f"workers {self.workers} cannot be spread evenly over hosts {self.hosts}.")
+        if self.link is not None and self.hosts == 1:
+            raise ValueError("link is the rate between emulated hosts: give hosts too.")
+        if self.hosts > 1 and self.method in ("mpi", "shared-memory"):
+            raise ValueError(f"method {self.method} is for ranks of one host, but hosts is {self.hosts}.")
         if self.global_batch < self.workers:
             raise ValueError(
                 f"global_batch {self.global_batch} is smaller than workers {self.workers}: "
@@ -312,6 +326,8 @@ class Plan(Section):
             raise ValueError(f"data {self.data} needs data_dir (--data-dir): the folder that holds the images.")
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend nccl needs device cuda: take gloo, or device cuda.")
+        if self.method == "mpi" and self.max_restarts:
+            raise ValueError("method mpi cannot restart its ranks: leave max_restarts out, or take another method.")
         if self.method == "mpi" and self.device != "cpu":
             raise ValueError("method mpi sends from the memory of the CPU: take device cpu, or another method.")
         self._nothing_is_learnt_in_replay()

@@ -22,7 +22,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import metadata
@@ -41,6 +41,8 @@ class RunFolder:
     path: Path
     made: tuple[Path, ...] = field(default=(), compare=False)
     """The folders that did not exist before the run, innermost first."""
+    keeper: int = 0
+    """The first of the ranks that see this folder: nodes without a common folder have one each."""
 
     @property
     def logs(self) -> Path:
@@ -100,8 +102,10 @@ class RunFolder:
                 folder.rmdir()
 
 
-def create_run(path: Path | None, *, kind: str, plan: Plan, label: str) -> RunFolder:
-    """A new run folder, whole or not at all. Without a path: runs/DATE-KIND-LABEL."""
+def create_run(
+    path: Path | None, *, kind: str, plan: Plan, label: str, more: Mapping[str, Any] | None = None
+) -> RunFolder:
+    """A new run folder, whole or not at all. Without a path: runs/DATE-KIND-LABEL. `more` goes into run.json."""
     now = datetime.now().astimezone()
     path = path or _free_name(ROOT / f"{now:%Y%m%d-%H%M%S}-{kind}-{label}")
     if path.is_dir() and any(path.iterdir()):
@@ -109,6 +113,7 @@ def create_run(path: Path | None, *, kind: str, plan: Plan, label: str) -> RunFo
             f"{path} is not empty.", action="Choose another --run-dir, or continue that run with --resume."
         )
     info = {"format": FORMAT, "kind": kind, "created": now.isoformat(timespec="microseconds"), "status": "running"}
+    info |= more or {}
     made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,8 @@
 The same plan runs under Syncline's own launcher (`syncline train`) and under anybody else's:
 
     torchrun --nproc-per-node 4 -m syncline.worker plan.toml
-    mpiexec -n 4 python -m syncline.worker plan.toml         # with method = "mpi"
+    mpiexec -n 4 python -m syncline.worker plan.toml         # method = "mpi", or any other on one host
+    srun -N 4 -n 8 python -m syncline.worker plan.toml
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from syncline.launcher import watch
 from syncline.launcher.environment import Placement, placement_from_environment
 from syncline.launcher.local import cores
 from syncline.launcher.machine import keep_freed_memory
+from syncline.launcher.meeting import find_meeting
 from syncline.measure.certify import Certifier
 from syncline.measure.compare import Comparison, contenders
 from syncline.measure.probe import run_probe
@@ -73,6 +75,8 @@ class Rank:
     log: EventLog
     at_end: ExitStack = field(default_factory=ExitStack)
     """What to close when the rank's work is done."""
+    restarted: bool = False
+    """The launcher has started all ranks before: there may be a checkpoint to go on from."""
 
     @property
     def number(self) -> int:
@@ -82,7 +86,7 @@ class Rank:
 def train(plan: Plan, run: RunFolder, resume: bool, quiet: bool) -> dict[str, Any] | None:
     """A rank's part in `syncline train`. Rank 0 returns the summary."""
     with _joined(plan, run.path / "events") as rank:
-        return _train(rank, run, resume=resume, quiet=quiet)
+        return _train(rank, run, resume=resume or rank.restarted, quiet=quiet)
 
 
 def compare(plan: Plan, run: RunFolder, methods: Sequence[str], quiet: bool) -> list[dict[str, Any]]:
@@ -158,7 +162,7 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
     with Display(rank=rank.number, quiet=quiet, counted=batches.task.unit) as display:
         checkpoints = None if plan.replayed else run.checkpoints
         watch_steps = StepWatch(rank.log, plan.profile, run.path / "profile")
-        loop = Loop(plan, worker, sharding, rank.communicator, display, checkpoints, watch_steps)
+        loop = Loop(plan, worker, sharding, rank.communicator, display, checkpoints, watch_steps, run.keeper)
         progress, seconds = loop.run(resume=resume)
     note_memory(rank.log, model, sync)
     summary = _summary(plan, batches, model, progress, seconds)
@@ -284,8 +288,8 @@ def _joined(plan: Plan, events: Path | None, backend: Communicator | None = None
         host=place.host_index, threads=plan.threads_of(place.rank),
     )  # fmt: skip
     watch.on_stop(lambda: log.flush(force=True))
-    communicator = instrumented(backend, log, deadline_s=plan.deadline_s)
-    rank = Rank(plan, communicator, device, log)
+    communicator = instrumented(backend, log, deadline_s=plan.deadline_s, name_of=place.name_of)
+    rank = Rank(plan, communicator, device, log, restarted=place.restart > 0)
     try:
         note_clock(communicator, log)
         yield rank
@@ -325,9 +329,10 @@ def _backend(plan: Plan, place: Placement) -> Communicator:
     deadline = timedelta(seconds=plan.deadline_s)
     if plan.method == "mpi":
         return connect_mpi(deadline)
-    if not place.master_addr:
+    meeting = None if place.master_addr else find_meeting(place)
+    if not place.master_addr and meeting is None:
         raise PlanError(
-            f"mpiexec gives ranks no place to meet, which method {plan.method} needs.",
+            f"{place.launcher} gives ranks on several hosts no place to meet, which method {plan.method} needs.",
             action="Take method mpi, start with torchrun, or set MASTER_ADDR and MASTER_PORT.",
         )
     return connect(
@@ -336,6 +341,7 @@ def _backend(plan: Plan, place: Placement) -> Communicator:
         world_size=place.world_size,
         deadline=deadline,
         host_index=place.host_index,
+        meeting=meeting,
     )
 
 

@@ -20,27 +20,16 @@ from conftest import Cli
 from syncline.cli.compare import IN_ONE_WORLD
 from syncline.plan import METHODS, parse_plan
 
+PLACE = ("--hosts", "--workers-per-host", "--link", "--nodes", "--node-rank", "--rendezvous", "--join-timeout")
 VERBS = {
     "train": [
         *("--model", "--data", "--data-dir", "--method", "--workers", "--threads", "--global-batch", "--steps"),
-        *(
-            "--epochs",
-            "--recipe",
-            "--seed",
-            "--compute",
-            "--set",
-            "--eval-per-rank",
-            "--profile",
-            "--run-dir",
-            "--resume",
-            "--port",
-            "--print-plan",
-        ),
-        *("--json", "--help"),
+        *("--epochs", "--recipe", "--seed", "--compute", "--set", "--eval-per-rank", "--profile", "--run-dir"),
+        *("--resume", "--max-restarts", *PLACE, "--port", "--print-plan", "--json", "--help"),
     ],
     "compare": [
         *("--methods", "--model", "--data", "--data-dir", "--workers", "--threads", "--global-batch", "--steps"),
-        *("--warmup", "--seed", "--compute", "--set", "--run-dir", "--port", "--json", "--help"),
+        *("--warmup", "--seed", "--compute", "--set", "--run-dir", *PLACE, "--port", "--json", "--help"),
     ],
     "verify": [
         *("--workers", "--methods", "--models", "--transfer-dtype", "--threads", "--seed", "--port", "--json"),

@@ -58,7 +58,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(workplace: Path, **extra: str) -> dict[str, str]:
-    return cli_environment(PYTHONPATH=str(workplace), **extra)
+    path = os.pathsep.join([str(workplace), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return cli_environment(PYTHONPATH=path, **extra)
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +81,11 @@ def assert_resumes(workplace: Path, run: RunFolder, weights: str) -> None:
 
 
 @contextmanager
-def training(workplace: Path, folder: Path, **extra: str) -> Iterator[Running]:
+def training(workplace: Path, folder: Path, *arguments: str, **extra: str) -> Iterator[Running]:
     folder.mkdir(exist_ok=True)
     run = RunFolder(folder / "run")
     with subprocess.Popen(
-        [str(SYNCLINE), "train", *PLAN, "--run-dir", str(run.path)],
+        [str(SYNCLINE), "train", *PLAN, *arguments, "--run-dir", str(run.path)],
         env=environment(workplace, PIDS=str(folder), **extra),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -116,6 +117,31 @@ def test_killed_rank_is_named_and_the_run_resumes_bit_for_bit(
     assert running.run.info()["status"] == "failed"
     running.assert_logs_are_readable()
     assert_resumes(workplace, running.run, untroubled)
+
+
+def test_killed_rank_and_all_others_are_restarted_bit_for_bit(
+    workplace: Path, untroubled: str, tmp_path: Path
+) -> None:
+    with training(workplace, tmp_path, "--max-restarts", "2", SLOW="0.02") as running:
+        os.kill(running.ranks[2], signal.SIGKILL)
+        _, errors = running.process.communicate(timeout=60)
+        wait_until(lambda: not session_members(running.process.pid), 10, "every process gone")
+    assert running.process.returncode == 0, errors
+    assert "[rank 2] killed by SIGKILL" in last_line(errors)
+    assert last_line(errors).endswith("All ranks start again from the last checkpoint, restart 1 of 2.")
+    summary = running.run.summary()
+    assert summary is not None
+    assert summary["weights_sha256"] == untroubled
+    assert summary["timed_steps"] < summary["steps"] == 40, "the second start must not have begun anew"
+    assert (running.run.logs / "rank-2.stderr.0.log").exists()
+
+
+def test_broken_program_is_restarted_as_often_as_asked_and_no_more(workplace: Path, tmp_path: Path) -> None:
+    with training(workplace, tmp_path, "--max-restarts", "1", BROKEN="1", SLOW="0.02") as running:
+        code, errors = running.end()
+    assert code == 1
+    assert errors.count("start again from the last checkpoint") == 1
+    assert last_line(errors).startswith("syncline: [rank 1] ArithmeticError: my own mistake"), errors
 
 
 def test_ranks_end_with_their_launcher_and_the_run_resumes_bit_for_bit(

@@ -64,6 +64,10 @@ def test_every_problem_is_told_at_once() -> None:
         ({"data": "folder"}, ["data folder", "data_dir"]),
         ({"data": "imdb-wiki"}, ["data imdb-wiki", "--data-dir"]),
         ({"data": "cifar10", "image_size": 64}, ["image_size", "cifar10"]),
+        ({"hosts": 2, "workers": 3}, ["workers 3", "hosts 2"]),
+        ({"link": "1gbit"}, ["link", "hosts"]),
+        ({"hosts": 2, "method": "shared-memory"}, ["shared-memory", "hosts is 2"]),
+        ({"method": "mpi", "max_restarts": 1}, ["mpi", "max_restarts"]),
         ({"method": "gather-scatter", "options": {"bucket_cap_mb": 1}}, ["bucket_cap_mb", "gather-scatter"]),
     ],
 )
@@ -78,6 +82,8 @@ def test_what_is_left_out_is_filled_in() -> None:
     assert (plan.epochs, plan.steps, plan.backend) == (1, None, "gloo")
     assert parse_plan({"steps": 7}).epochs is None
     assert parse_plan({"method": "single"}).workers == 1
+    assert parse_plan({"hosts": 4}).workers == 4
+    assert parse_plan({"hosts": 4, "workers": 8}).workers == 8
     assert parse_plan({"device": "cuda"}).backend == "nccl"
 
 

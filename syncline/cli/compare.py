@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from syncline.cli import options
+from syncline.cli.nodes import Where, kept, run_folder
 from syncline.errors import PlanError
+from syncline.launcher.nodes import JOIN_TIMEOUT_S
 from syncline.plan import METHODS, Plan, load_plan
 from syncline.report.tables import comparison_table
-from syncline.store import create_run
 
 IN_ONE_WORLD = [name for name in METHODS if name not in ("auto", "mpi")]
 """What can take turns in one world of torch's ranks."""
@@ -34,6 +35,13 @@ def compare(
     compute: options.Compute = None,
     settings: options.Settings = None,
     run_dir: options.RunDir = None,
+    hosts: options.Hosts = None,
+    workers_per_host: options.WorkersPerHost = None,
+    link: options.Link = None,
+    nodes: options.Nodes = None,
+    node_rank: options.NodeRank = None,
+    rendezvous: options.Rendezvous = None,
+    join_timeout: options.JoinTimeout = JOIN_TIMEOUT_S,
     port: options.Port = 0,
     as_json: options.Json = False,
 ) -> None:
@@ -41,6 +49,7 @@ def compare(
 
     They take turns step by step on the same batches, in one world of ranks.
     """
+    where = Where(hosts, workers_per_host, link, nodes, node_rank, rendezvous, join_timeout)
     names = method_names(methods)
     flags = {
         "model": model, "data": data, "data_dir": str(data_dir) if data_dir else None, "workers": workers,
@@ -48,17 +57,31 @@ def compare(
         "compute": compute,
         "method": next((name for name in names if name != "single"), "single"), **options.parse_settings(settings),
     }  # fmt: skip
-    given = load_plan(plan, flags)
+    given = load_plan(plan, where.plan_flags(flags))
     names = _without_single(names) if given.replayed else names
-    chosen = options.resolved(given, quiet=as_json)
-    run = create_run(run_dir, kind="compare", plan=chosen, label=str(chosen.workers))
-    with options.running(run):
-        from syncline import worker
+    names = on_several_hosts(names, methods) if given.hosts > 1 else names
+    emulated = given.hosts > 1 and not where.is_node
+    chosen = options.resolved(given, quiet=as_json or emulated, on_node=where.is_node)
+    if emulated:
+        from syncline.cli.emulated import on_emulated_hosts
 
-        rows = options.on_ranks(worker.compare, (chosen, run, names, as_json), chosen, run.logs, port)
-        summary: dict[str, Any] = {"workers": chosen.workers, "compute": chosen.compute_note}
-        summary |= {"global_batch": chosen.global_batch, "rows": rows}
-        run.write_summary(summary)
+        arguments = ["--methods", ",".join(names), "--steps", str(steps), "--warmup", str(warmup)]
+        on_emulated_hosts("compare", chosen, arguments + where.emulated_arguments(run_dir, as_json=as_json))
+        return
+    # A comparison that was torn in two would be no comparison: it is not started again.
+    with where.joined(chosen.replace(max_restarts=0), quiet=as_json) as here:
+        run = run_folder(here, run_dir, None, kind="compare", plan=chosen, label=str(chosen.workers))
+        with kept(run, here):
+            from syncline import worker
+
+            task = (chosen, run, names, as_json)
+            rows = options.on_ranks(worker.compare, task, chosen, run.logs, port, here=here)
+            summary: dict[str, Any] = {"workers": chosen.workers, "compute": chosen.compute_note}
+            summary |= {"global_batch": chosen.global_batch, "rows": rows}
+            if here is None or here.is_first:
+                run.write_summary(summary)
+    if here is not None and not here.is_first:
+        return
     if as_json:
         options.print_json({"run": str(run.path), **summary})
     else:
@@ -97,6 +120,13 @@ def _without_single(names: list[str]) -> list[str]:
     if len(others) < len(names):
         print("single is left out: replayed times are those of one worker's share.", file=sys.stderr)
     return others
+
+
+def on_several_hosts(names: list[str], asked: str) -> list[str]:
+    """What can run there: shared memory reaches no further than one host."""
+    if "shared-memory" in names and asked != ",".join(DEFAULT):
+        raise PlanError("method shared-memory is for ranks of one host.", action="Leave it out with several hosts.")
+    return [name for name in names if name != "shared-memory"]
 
 
 def _show(plan: Plan, rows: list[dict[str, Any]], run: str) -> None:

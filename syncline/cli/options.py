@@ -15,6 +15,7 @@ import typer
 from syncline.errors import Interrupted, PlanError, UsageError
 from syncline.launcher.local import oversubscription, run_ranks, start_fork_server
 from syncline.launcher.mpi import run_ranks_mpi
+from syncline.launcher.nodes import JoinedNode
 from syncline.plan import Plan
 from syncline.store import RunFolder
 from syncline.units import format_bytes
@@ -39,6 +40,18 @@ Compute = Annotated[
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Any plan key, as KEY=VALUE; e.g. optimizer.learning_rate=0.05.")
 ]
+MaxRestarts = Annotated[
+    int | None, typer.Option(help="Starts again from the last checkpoint after ranks failed; default 0.")
+]
+Hosts = Annotated[int | None, typer.Option(help="Emulated hosts on this machine, joined by links.")]
+WorkersPerHost = Annotated[int | None, typer.Option(help="Ranks on each host or node; default 1.")]
+Link = Annotated[
+    str | None, typer.Option(help="Rate of the emulated hosts' links, e.g. 1gbit; one, or one for each host.")
+]
+Nodes = Annotated[int | None, typer.Option(help="Machines of the run, which is started on each of them.")]
+NodeRank = Annotated[int | None, typer.Option(help="This machine's number, from 0; see --nodes.")]
+Rendezvous = Annotated[str | None, typer.Option(help="Where machines meet: HOST:PORT of number 0; see --nodes.")]
+JoinTimeout = Annotated[float, typer.Option(help="Seconds to wait for machines that have not joined.")]
 PrintPlan = Annotated[bool, typer.Option("--print-plan", help="Print the resolved plan as TOML and stop.")]
 PRELOAD = ["syncline.worker", "torch._dynamo"]
 """What ranks need, loaded once before they are forked; the first optimiser that torch makes needs the second."""
@@ -58,16 +71,20 @@ def parse_settings(settings: Sequence[str] | None) -> dict[str, Any]:
     return parsed
 
 
-def resolved(plan: Plan, *, quiet: bool) -> Plan:
-    """The plan with data and threads filled in; says which data it is and whether cores are short."""
+def resolved(plan: Plan, *, quiet: bool, on_node: bool = False) -> Plan:
+    """The plan with data and threads filled in; says which data it is and whether cores are short.
+
+    `on_node`: this machine is one of the plan's hosts; otherwise all of its ranks are here.
+    """
     from syncline.resolve import resolve
 
-    if plan.method != "mpi":
+    if plan.method != "mpi" and (on_node or plan.hosts == 1):
         start_fork_server(PRELOAD)  # it loads torch while the data is checked
-    plan, sentence = resolve(plan, ranks_per_host=plan.workers, progress=show_fetch)
+    ranks_here = plan.workers // plan.hosts if on_node else plan.workers
+    plan, sentence = resolve(plan, ranks_per_host=ranks_here, num_hosts=plan.hosts, progress=show_fetch)
     if not quiet:
         print(sentence)
-    warning = oversubscription(plan.workers, plan.threads or 1)
+    warning = oversubscription(ranks_here, plan.threads or 1)
     if warning and not plan.replayed:
         print(warning, file=sys.stderr)
     return plan
@@ -94,13 +111,27 @@ def running(run: RunFolder, *, resumed: bool = False) -> Iterator[None]:
     run.set_status("finished")
 
 
-def on_ranks(function: Callable[..., Any], args: tuple[Any, ...], plan: Plan, log_dir: Path | None, port: int) -> Any:
-    """Run a worker function on the plan's ranks; rank 0's result."""
+def on_ranks(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    plan: Plan,
+    log_dir: Path | None,
+    port: int,
+    *,
+    max_restarts: int = 0,
+    here: JoinedNode | None = None,
+) -> Any:
+    """Run a worker function on the plan's ranks, or on the share of this node; the first rank's result."""
+    if here is not None:
+        assert log_dir is not None
+        return here.run_ranks(
+            function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads or 1, preload=PRELOAD
+        )[0]
     if plan.method == "mpi":
         return run_ranks_mpi(function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads)[0]
     results = run_ranks(
         function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads,
-        preload=PRELOAD, port=port,
+        preload=PRELOAD, port=port, max_restarts=max_restarts,
     )  # fmt: skip
     return results[0]
 

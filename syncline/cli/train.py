@@ -8,9 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from syncline.cli import options
+from syncline.cli.nodes import Where, is_emulated, kept, run_folder
 from syncline.errors import Interrupted, RunFolderError
+from syncline.launcher.nodes import JOIN_TIMEOUT_S, JoinedNode
 from syncline.plan import Plan, load_plan
-from syncline.store import RunFolder, create_run, resumable_run
+from syncline.store import RunFolder, resumable_run
 from syncline.units import format_seconds
 
 
@@ -37,34 +39,52 @@ def train(
     ] = False,
     run_dir: options.RunDir = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the last run, or the one given.")] = False,
+    max_restarts: options.MaxRestarts = None,
+    hosts: options.Hosts = None,
+    workers_per_host: options.WorkersPerHost = None,
+    link: options.Link = None,
+    nodes: options.Nodes = None,
+    node_rank: options.NodeRank = None,
+    rendezvous: options.Rendezvous = None,
+    join_timeout: options.JoinTimeout = JOIN_TIMEOUT_S,
     port: options.Port = 0,
     print_plan: options.PrintPlan = False,
     as_json: options.Json = False,
 ) -> None:
     """Train a model on many workers, with one method."""
+    where = Where(hosts, workers_per_host, link, nodes, node_rank, rendezvous, join_timeout)
     flags = {
         "model": model, "data": data, "data_dir": str(data_dir) if data_dir else None, "method": method,
         "workers": workers, "threads": threads, "global_batch": global_batch, "steps": steps, "epochs": epochs,
         "recipe": recipe, "seed": seed, "compute": compute, "eval_per_rank": eval_per_rank,
-        **options.parse_settings(settings),
+        "max_restarts": max_restarts, **options.parse_settings(settings),
     }  # fmt: skip
-    if resume:
-        if run_dir is not None or profile or any(value is not None for value in flags.values()):
-            raise RunFolderError("--resume continues a run as it was planned: give no other plan flags with it.")
-        run = resumable_run(plan)
-        if run.plan().replayed:
-            raise RunFolderError(f"{run.path} is a replayed run: it keeps no checkpoints.", action="Start a new run.")
-        chosen = options.resolved(run.plan(), quiet=True)
-    else:
-        planned = load_plan(plan, flags)
-        planned = _with_profile(planned) if profile else planned
-        chosen = options.resolved(planned, quiet=as_json or print_plan)
+    changed = profile or not where.adds_nothing or any(flag is not None for flag in flags.values())
+    if resume and (run_dir is not None or changed):
+        raise RunFolderError("--resume continues a run as it was planned: give no other plan flags with it.")
+    old = resumable_run(plan) if resume else None
+    if old is not None and old.plan().replayed:
+        raise RunFolderError(f"{old.path} is a replayed run: it keeps no checkpoints.", action="Start a new run.")
+    given = old.plan() if old else load_plan(plan, where.plan_flags(flags))
+    given = _with_profile(given) if profile else given
+    emulated = given.hosts > 1 and not where.is_node
+    quiet = as_json or print_plan or resume or emulated
+    chosen = options.resolved(given, quiet=quiet, on_node=where.is_node)
     if print_plan:
         print(chosen.to_toml(), end="")
         return
-    if not resume:
-        run = create_run(run_dir, kind="train", plan=chosen, label=f"{chosen.method}-{chosen.workers}")
-    _show(run, _run(run, chosen, resume=resume, port=port, quiet=as_json), as_json=as_json)
+    if emulated:
+        from syncline.cli.emulated import on_emulated_hosts
+
+        arguments = where.emulated_arguments(run_dir, as_json=as_json)
+        on_emulated_hosts("train", chosen, arguments, resume=old.path if old else None)
+        return
+    with where.joined(chosen, quiet=as_json) as here:
+        label = f"{chosen.method}-{chosen.workers}"
+        run = run_folder(here, run_dir, old, kind="train", plan=chosen, label=label)
+        summary = _run(run, chosen, here, resume=resume, port=port, quiet=as_json)
+    if summary is not None:
+        _show(run, summary, as_json=as_json)
 
 
 def _with_profile(plan: Plan) -> Plan:
@@ -77,21 +97,28 @@ def _with_profile(plan: Plan) -> Plan:
     return plan.replace(profile={"steps": list(steps), "ranks": list(plan.profile.ranks)})
 
 
-def _run(run: RunFolder, plan: Plan, *, resume: bool, port: int, quiet: bool) -> dict[str, Any]:
+def _run(
+    run: RunFolder, plan: Plan, here: JoinedNode | None, *, resume: bool, port: int, quiet: bool
+) -> dict[str, Any] | None:
     if not quiet:
         threads = "1 thread" if plan.threads == 1 else f"{plan.threads} threads"
         note = f", compute {plan.compute_note}" if plan.replayed else ""
         print(f"{plan.model}, {plan.method}, {plan.workers} x {threads}{note}; run folder {run.path}")
     try:
-        with options.running(run, resumed=resume):
+        with kept(run, here, resumed=resume):
             from syncline import worker
 
             if resume and not quiet:
                 print(f"continuing {_where(run)}")
-            summary: dict[str, Any] = options.on_ranks(worker.train, (plan, run, resume, quiet), plan, run.logs, port)
+            summary: dict[str, Any] | None = options.on_ranks(
+                worker.train, (plan, run, resume, quiet), plan, run.logs, port,
+                max_restarts=plan.max_restarts, here=here,
+            )  # fmt: skip
     except (Interrupted, KeyboardInterrupt) as error:
         message = error.message if isinstance(error, Interrupted) else "Stopped by Ctrl-C."
         action = f"Continue {_where(run)} with: syncline train --resume {run.path}"
+        if here is not None and not is_emulated():
+            action += " on every node, with the same --nodes, --node-rank and --rendezvous"
         raise Interrupted(message, action=action) from None
     return summary
 

@@ -31,8 +31,16 @@ SURE_AFTER_S = 2.0
 
 
 class Checked(Wrapper):
-    def __init__(self, inner: Communicator, log: EventLog, *, deadline_s: float) -> None:
+    def __init__(
+        self,
+        inner: Communicator,
+        log: EventLog,
+        *,
+        deadline_s: float,
+        name_of: Callable[[int], str] = "rank {}".format,
+    ) -> None:
         super().__init__(inner)
+        self._name_of = name_of
         self.log = log
         self.deadline_s = deadline_s
         self._scope = ""
@@ -74,7 +82,7 @@ class Checked(Wrapper):
         self._stalls.leave()
 
     def split(self, name: str) -> Communicator:
-        return Checked(self.inner.split(name), self.log, deadline_s=self.deadline_s)
+        return Checked(self.inner.split(name), self.log, deadline_s=self.deadline_s, name_of=self._name_of)
 
     def part(self, name: str, groups: Sequence[Sequence[int]]) -> Communicator | None:
         inner = self.inner.part(name, groups)
@@ -194,7 +202,7 @@ class Checked(Wrapper):
         return rank == self.rank or (stall is not None and stall.place == place)
 
     def _overdue(self, operation: Operation, place: Place, missing: Sequence[int]) -> DeadlineError:
-        names = ", ".join(f"rank {rank}" for rank in missing) or "none, the transfer itself is stuck"
+        names = ", ".join(self._name_of(rank) for rank in missing) or "none, the transfer itself is stuck"
         return DeadlineError(
             f"{_call(operation)} did not end within {self.deadline_s:g} s, {self._describe(place)}; "
             f"missing: {names}.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from syncline.comm.communicator import Communicator, Operation, Work
 from syncline.errors import CommunicationError, DeadlineError, PeerLostError
+from syncline.launcher.meeting import Meeting
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -95,15 +97,37 @@ class _TorchWork:
 
 
 def connect(
-    *, backend: str, rank: int, world_size: int, deadline: timedelta, host_index: int = 0
+    *,
+    backend: str,
+    rank: int,
+    world_size: int,
+    deadline: timedelta,
+    host_index: int = 0,
+    meeting: Meeting | None = None,
 ) -> TorchCommunicator:
-    """Join the world that the launcher's environment describes."""
-    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=deadline))
+    """Join the world that the launcher's environment describes, or that meets elsewhere."""
+    if meeting is None:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=deadline))
+    else:
+        store = _meet(meeting, rank, deadline)
     dist.init_process_group(
         backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=deadline
     )
     prefixed = dist.PrefixStore("syncline", store)
     return TorchCommunicator(_world_group(), prefixed, owned=True, deadline=deadline, host_index=host_index)
+
+
+def _meet(meeting: Meeting, rank: int, deadline: timedelta) -> Store:
+    interface = meeting.interface()
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if rank > 0:
+        return dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=deadline)
+    descriptor = meeting.listen().detach()
+    return dist.TCPStore(
+        meeting.address, meeting.port, is_master=True, timeout=deadline, wait_for_workers=False,
+        master_listen_fd=descriptor,
+    )  # fmt: skip
 
 
 def adopt(group: dist.ProcessGroup | None, *, deadline: timedelta, host_index: int = 0) -> TorchCommunicator:

@@ -1,20 +1,22 @@
 """Where this process stands among the ranks: the only file that reads rank environment variables.
 
 torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and their relatives; the local launcher goes through the same agent
-and sets the same ones. mpiexec sets others, which differ between Open MPI and MPICH; torchrun's win where both are
-there. Everyone else in the product is handed a `Placement`.
+and sets the same ones. mpiexec sets others, which differ between Open MPI and MPICH, and Slurm's srun its own;
+torchrun's win where both are there, then mpiexec's. Everyone else in the product is handed a `Placement`.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.errors import UsageError
+from syncline.launcher.slurm import expand_hosts, expand_tasks
+from syncline.launcher.watch import ancestors
 
 LAUNCHER_VARIABLE = "SYNCLINE_LAUNCHER"
+HOSTS_VARIABLE = "SYNCLINE_HOST_NAMES"
 
 # Any one of these says that a launcher was at work. MASTER_ADDR alone does not: people export it in their shell.
 _SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -23,6 +25,7 @@ _PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_MPI_PROGRAMS = ("hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "prterun", "prted", "orted")
 _MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "HYDI_", "PRTE_")
 
 
@@ -30,7 +33,8 @@ _MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "HYDI_", "PRTE_")
 class Placement:
     """One rank's place. `host_index` counts hosts from 0, as said by the launcher and never guessed from names.
 
-    mpiexec gives no meeting point: there `master_addr` is empty and `master_port` 0, unless the user set them.
+    mpiexec and srun give no meeting point: there `master_addr` is empty and `master_port` 0, unless the user set
+    them; meeting.py finds one from the rest.
     """
 
     rank: int
@@ -43,6 +47,22 @@ class Placement:
     master_port: int
     launcher: str
     run_id: str
+    restart: int = 0
+    """How often the launcher has started all ranks before; above 0 there may be a checkpoint to go on from."""
+    host_names: tuple[str, ...] = ()
+    """By host index, where the launcher knows them."""
+    job: str = ""
+    """The same text for all ranks of a job of mpiexec or srun, and another one for every other job."""
+
+    @property
+    def first_host(self) -> str:
+        return self.host_names[0] if self.host_names else ""
+
+    def name_of(self, rank: int) -> str:
+        """A rank with its host's name, where there are several hosts."""
+        if self.num_hosts < 2 or len(self.host_names) != self.num_hosts:
+            return f"rank {rank}"
+        return f"rank {rank} on host {self.host_names[rank // self.local_world_size]}"
 
 
 def placement_from_environment(environment: Mapping[str, str] | None = None) -> Placement | None:
@@ -52,7 +72,7 @@ def placement_from_environment(environment: Mapping[str, str] | None = None) -> 
     """
     source = os.environ if environment is None else environment
     if not any(name in source for name in _SIGNS):
-        return _placement_from_mpi(source)
+        return _placement_from_mpi(source) or _placement_from_slurm(source)
     _require_all(source, _NEEDED, "or start with torchrun")
     local_world_size = _number(source, "LOCAL_WORLD_SIZE")
     rank, world_size = _number(source, "RANK"), _number(source, "WORLD_SIZE")
@@ -68,6 +88,8 @@ def placement_from_environment(environment: Mapping[str, str] | None = None) -> 
         master_port=_number(source, "MASTER_PORT"),
         launcher=_launcher(source),
         run_id=source.get("TORCHELASTIC_RUN_ID", ""),
+        restart=_number(source, "TORCHELASTIC_RESTART_COUNT", 0),
+        host_names=tuple(source.get(HOSTS_VARIABLE, "").split()),
     )
     _check(placement)
     return placement
@@ -98,9 +120,54 @@ def _placement_from_mpi(source: Mapping[str, str]) -> Placement | None:
         master_port=_number(source, "MASTER_PORT", 0),
         launcher=source.get(LAUNCHER_VARIABLE, "mpi"),
         run_id="",
+        host_names=_slurm_hosts(source),
+        job=_mpi_job(source),
     )
     _check(placement, names)
     return placement
+
+
+def _placement_from_slurm(source: Mapping[str, str]) -> Placement | None:
+    """srun without MPI. A batch script has some of the variables too, but not the step's."""
+    if "SLURM_PROCID" not in source or "SLURM_STEP_TASKS_PER_NODE" not in source:
+        return None
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+    _require_all(source, (*names, "SLURM_NODEID"), "or start with srun")
+    counts = expand_tasks(source["SLURM_STEP_TASKS_PER_NODE"])
+    host = _number(source, "SLURM_NODEID")
+    placement = Placement(
+        rank=_number(source, "SLURM_PROCID"),
+        world_size=_number(source, "SLURM_STEP_NUM_TASKS"),
+        local_rank=_number(source, "SLURM_LOCALID"),
+        local_world_size=counts[host] if 0 <= host < len(counts) else 0,
+        host_index=host,
+        num_hosts=len(counts),
+        master_addr=source.get("MASTER_ADDR", ""),
+        master_port=_number(source, "MASTER_PORT", 0),
+        launcher=source.get(LAUNCHER_VARIABLE, "slurm"),
+        run_id="",
+        host_names=_slurm_hosts(source),
+        job=_slurm_job(source),
+    )
+    _check(placement, names)
+    return placement
+
+
+def _slurm_hosts(source: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(expand_hosts(source.get("SLURM_STEP_NODELIST") or source.get("SLURM_JOB_NODELIST") or ""))
+
+
+def _slurm_job(source: Mapping[str, str]) -> str:
+    job = source.get("SLURM_JOB_ID", "")
+    return f"slurm {job}.{source.get('SLURM_STEP_ID', '')}" if job else ""
+
+
+def _mpi_job(source: Mapping[str, str]) -> str:
+    """Open MPI names its jobs; Hydra, MPICH's, does not, but one process of it starts all ranks of a host."""
+    if source.get("PMIX_NAMESPACE"):
+        return f"pmix {source['PMIX_NAMESPACE']}"
+    started_by = next((pid for pid, name in ancestors(os.getpid()) if name in _MPI_PROGRAMS), None)
+    return _slurm_job(source) or (f"mpi {started_by}" if started_by else "")
 
 
 def _with_slurm_as_mpiexec(source: Mapping[str, str]) -> Mapping[str, str]:
@@ -111,15 +178,13 @@ def _with_slurm_as_mpiexec(source: Mapping[str, str]) -> Mapping[str, str]:
     started = ("PMI_RANK" in source or "PMIX_RANK" in source) and "SLURM_STEP_TASKS_PER_NODE" in source
     if not started or any(name in source for name in (_OPEN_MPI[0], "MPI_LOCALRANKID")):
         return source
-    ranks_of_hosts: list[str] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", source["SLURM_STEP_TASKS_PER_NODE"]):  # "4(x2),3"
-        ranks_of_hosts += [count] * int(times or 1)
+    counts = expand_tasks(source["SLURM_STEP_TASKS_PER_NODE"])
     host = _number(source, "SLURM_NODEID", 0)
     values = (
         source.get("SLURM_PROCID", ""),
-        str(sum(map(int, ranks_of_hosts))),
+        str(sum(counts)),
         source.get("SLURM_LOCALID", ""),
-        ranks_of_hosts[host] if host < len(ranks_of_hosts) else "",
+        str(counts[host]) if host < len(counts) else "",
     )
     return {**source, **dict(zip(_MPICH, values, strict=True))}
 

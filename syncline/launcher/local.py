@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import get_temp_dir
@@ -29,7 +29,10 @@ from syncline.launcher import watch
 from syncline.launcher.sending import pack, unpack
 
 if TYPE_CHECKING:
+    from syncline.launcher.agent import Director, Place
     from syncline.launcher.rank import Task
+
+LOOPBACK = "127.0.0.1"
 
 DEFAULT_PRELOAD = (
     "torch",
@@ -65,19 +68,31 @@ def run_ranks(
     threads: int | None = None,
     preload: Sequence[str] = (),
     port: int = 0,
+    max_restarts: int = 0,
 ) -> list[Any]:
     """`function(*args)` in each rank; results by rank. Raises RankFailed, Interrupted, or a rank's UsageError.
 
     `log_dir` receives outcomes and the output of ranks 1 and up; None means a folder that is removed afterwards.
     `preload` names modules for the fork server, which only the first run of a process can choose. `port` is the
-    store's; 0 takes any free one.
+    store's; 0 takes any free one. After a failure all ranks are started again, `max_restarts` times; the function
+    finds in its placement which start this is.
     """
     check_numbers(workers, threads)
-    with signals_noted() as noted, log_folder(log_dir) as folder, _listener(port) as listener:
+    with (
+        signals_noted() as noted,
+        log_folder(log_dir, range(workers)) as folder,
+        listening(LOOPBACK, port) as listener,
+    ):
         start_fork_server(preload)
         payload = packed(function, tuple(args))
-        task = _task(payload, threads or default_threads(workers), folder, temporary=log_dir is None)
-        return _run(task, workers, listener, noted)
+        environment = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+        threads = threads or default_threads(workers)
+        task = make_task(payload, threads, folder, temporary=log_dir is None, environment=environment)
+        from syncline.launcher.agent import Place
+        from syncline.launcher.alone import Alone
+
+        director = Alone(listener, port, noted, max_restarts)
+        return run_task(task, Place(0, 1, workers, LOOPBACK), director, noted, max_restarts)
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
@@ -146,15 +161,14 @@ def packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _task(payload: bytes, threads: int, folder: Path, *, temporary: bool) -> Task:
+def make_task(payload: bytes, threads: int, folder: Path, *, temporary: bool, environment: Mapping[str, str]) -> Task:
+    """What each rank is sent. `environment` holds what the user may overrule, such as the interface for Gloo, which
+    would otherwise bind to whatever address the hostname resolves to."""
     from syncline.launcher.rank import Task, Terminal
 
-    environment = dict(os.environ)
-    # Gloo would otherwise bind to whatever address the hostname resolves to.
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return Task(
         payload=payload,
-        environment=environment,
+        environment={**environment, **os.environ},
         threads=threads,
         log_dir=str(folder),
         launcher=watch.identify(os.getpid()),
@@ -163,10 +177,10 @@ def _task(payload: bytes, threads: int, folder: Path, *, temporary: bool) -> Tas
     )
 
 
-def _run(task: Task, workers: int, listener: socket.socket, noted: list[int]) -> list[Any]:
+def run_task(task: Task, place: Place, director: Director, noted: list[int], max_restarts: int) -> list[Any]:
+    """This host's ranks to their end: their results."""
     from syncline.launcher.agent import run_agent
     from syncline.launcher.rank import result_path
-    from syncline.launcher.verdict import judge
 
     folder = Path(task.log_dir)
     raise_if_interrupted(noted)
@@ -174,18 +188,22 @@ def _run(task: Task, workers: int, listener: socket.socket, noted: list[int]) ->
     # between starting a rank and remembering that it did.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="syncline-agent") as pool:
         run_id = uuid.uuid4().hex[:12]
-        succeeded, endings = pool.submit(run_agent, task, workers, listener, run_id, lambda: bool(noted)).result()
+        job = pool.submit(run_agent, task, place, director, run_id=run_id, max_restarts=max_restarts)
+        error = job.result()
     raise_if_interrupted(noted)
-    results = [result_path(folder, rank) for rank in range(workers)]
-    if not succeeded or not all(path.is_file() for path in results):
-        raise judge(folder, endings, keeps_logs=str(folder) not in task.leftovers)
-    return [taken(path) for path in results]
+    if error is not None:
+        raise error
+    return [taken(result_path(folder, place.first_rank + local)) for local in range(place.ranks_here)]
 
 
 def raise_if_interrupted(noted: list[int]) -> None:
     if noted:
-        name = signal.Signals(noted[0]).name
-        raise Interrupted(f"Stopped by {'Ctrl-C' if name == 'SIGINT' else name}; every rank has ended.")
+        raise Interrupted(f"Stopped by {signal_words(noted[0])}; every rank has ended.")
+
+
+def signal_words(number: int) -> str:
+    name = signal.Signals(number).name
+    return "Ctrl-C" if name == "SIGINT" else name
 
 
 def taken(path: Path) -> Any:
@@ -195,23 +213,24 @@ def taken(path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def log_folder(log_dir: Path | None) -> Iterator[Path]:
+def log_folder(log_dir: Path | None, ranks: Iterable[int]) -> Iterator[Path]:
+    """Where these ranks' outcomes and logs go, with nothing of an earlier run that could be taken for theirs."""
     from syncline.launcher.outcome import forget_outcomes
 
     folder = Path(tempfile.mkdtemp(prefix="syncline-")) if log_dir is None else log_dir.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        forget_outcomes(folder)
+        forget_outcomes(folder, ranks)
         yield folder
     finally:
         if log_dir is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _listener(port: int) -> Iterator[socket.socket]:
+def listening(address: str, port: int) -> socket.socket:
+    """A socket that listens on one address: torch's own store would listen on every interface."""
     try:
-        listener = socket.create_server(("127.0.0.1", port))
+        return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     except OverflowError:
         raise UsageError(
             f"Port {port} does not exist.", action="Ports go from 1 to 65535; 0 takes a free one."
@@ -221,8 +240,6 @@ def _listener(port: int) -> Iterator[socket.socket]:
             raise
         why = "is in use" if error.errno == errno.EADDRINUSE else "may not be opened by this user"
         raise UsageError(f"Port {port} {why}.", action="Choose another one, or 0 for any free one.") from error
-    with listener:
-        yield listener
 
 
 @contextlib.contextmanager

@@ -83,7 +83,12 @@ def run_ranks_mpi(
     """
     check_numbers(workers, threads)
     command = mpiexec_command(workers)
-    with signals_noted() as noted, log_folder(log_dir) as folder, _order_folder() as own, _terminal(own) as listener:
+    with (
+        signals_noted() as noted,
+        log_folder(log_dir, range(workers)) as folder,
+        _order_folder() as own,
+        _terminal(own) as listener,
+    ):
         order = Order(
             payload=packed(function, tuple(args)),
             threads=threads or default_threads(workers),

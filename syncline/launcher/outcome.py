@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -116,10 +116,11 @@ def read_outcome(log_dir: Path, rank: int) -> Outcome | None:
         return None
 
 
-def forget_outcomes(log_dir: Path) -> None:
-    """Remove what an earlier run left in the same folder."""
-    for old in _path(log_dir, 0).parent.glob("rank-*"):
-        old.unlink(missing_ok=True)
+def forget_outcomes(log_dir: Path, ranks: Iterable[int]) -> None:
+    """Remove what these ranks left in the same folder in an earlier run."""
+    for rank in ranks:
+        for old in _path(log_dir, rank).parent.glob(f"rank-{rank}.*"):
+            old.unlink(missing_ok=True)
 
 
 def usage_error_of(outcome: Outcome) -> UsageError | None:

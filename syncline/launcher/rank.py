@@ -62,7 +62,7 @@ def live(task: Task) -> NoReturn:
         raise UsageError("This process was not started as a rank.")
     outcome = OutcomeFile(Path(task.log_dir), place.rank)
     watch.start(task.launcher, outcome, task.leftovers)
-    task.terminal.settle(adopt=place.local_rank == 0)
+    task.terminal.settle(adopt=place.rank == 0)
     try:
         _run(task, place.rank)
         outcome.finished()

@@ -41,10 +41,10 @@ class _Failure:
     outcome: Outcome | None = None
 
 
-def judge(log_dir: Path, endings: list[Ending], *, keeps_logs: bool) -> SynclineError:
-    """The error that the run ends with. `keeps_logs` says that the rank's log files outlive the run."""
-    outcomes = [read_outcome(log_dir, rank) for rank in range(len(endings))]
-    found = [_failure(rank, *pair) for rank, pair in enumerate(zip(outcomes, endings, strict=True))]
+def judge(log_dir: Path, endings: list[Ending], *, keeps_logs: bool, first_rank: int = 0) -> SynclineError:
+    """The error that the run ends with. `endings` are of the ranks from `first_rank` on; `keeps_logs` says that the
+    ranks' log files outlive the run."""
+    found = [_failure(rank, read_outcome(log_dir, rank), end) for rank, end in enumerate(endings, first_rank)]
     failures = [failure for failure in found if failure is not None]
     if not failures:
         return RankFailed("All ranks were stopped from outside, before they finished.")

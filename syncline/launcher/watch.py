@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
@@ -73,6 +73,17 @@ def identify(pid: int) -> Watched:
         return Watched(pid, fields[19])
     except (OSError, IndexError):
         return Watched(pid, "")
+
+
+def ancestors(pid: int) -> Iterator[tuple[int, str]]:
+    """Pid and name of the process's parent, its parent's parent, and so on, as far as they can be seen."""
+    for _ in range(100):
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+        except (OSError, ValueError, IndexError):
+            return
+        yield pid, name
 
 
 def start(launcher: Watched, report: Report, leftovers: Iterable[str] = ()) -> None:

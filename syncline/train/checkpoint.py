@@ -1,8 +1,10 @@
 """Checkpoints: all that a run needs to go on as if it had never stopped, to the last bit.
 
 One folder per checkpoint, one file per rank: batch-norm buffers, random state and running sums are each rank's own;
-parameters and optimiser state are the same everywhere, so only rank 0 writes them. The folder is written aside and
-renamed when all ranks are done, and the one before it is removed after that.
+parameters and optimiser state are the same everywhere, so only the folder's keeper writes them, its first rank. The
+folder is written aside and renamed when all ranks are done, and the one before it is removed after that.
+
+Nodes without a common folder have one each, with a keeper each. All go on from the newest checkpoint that all have.
 """
 
 from __future__ import annotations
@@ -41,31 +43,33 @@ class Progress:
     epochs: list[dict[str, Any]] = field(default_factory=list)
 
 
-def save(folder: Path, worker: Worker, progress: Progress, communicator: Communicator) -> None:
+def save(folder: Path, worker: Worker, progress: Progress, communicator: Communicator, keeper: int = 0) -> None:
     """Collective. Nothing that looks like a checkpoint exists before every rank's part is on disk."""
     name = f"step-{progress.step:08d}"
     aside = folder / f".{name}.part"
     aside.mkdir(parents=True, exist_ok=True)
-    _write(aside / f"rank-{communicator.rank}.pt", _state(worker, progress, shared=communicator.rank == 0))
+    _write(aside / f"rank-{communicator.rank}.pt", _state(worker, progress, shared=communicator.rank == keeper))
     _wait_for_all(communicator)
-    if communicator.rank == 0:
-        older = list_checkpoints(folder)
+    older = list_checkpoints(folder) if communicator.rank == keeper else []
+    if communicator.rank == keeper:
         shutil.rmtree(folder / name, ignore_errors=True)
         aside.rename(folder / name)
-        for path in older:
-            if path.name != name:
-                shutil.rmtree(path, ignore_errors=True)
     _wait_for_all(communicator)
+    for path in older:
+        if path.name != name:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def load(folder: Path, worker: Worker, communicator: Communicator) -> Progress:
-    """Put the newest checkpoint's state into the worker; returns how far it was."""
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
+def load(folder: Path, worker: Worker, communicator: Communicator, keeper: int = 0) -> Progress:
+    """Put the newest checkpoint's state into the worker; returns how far it was. Collective."""
+    checkpoints = {int(path.name.removeprefix("step-")): path for path in list_checkpoints(folder)}
+    # An older one is removed only when every folder has the newer one: the lowest of the newest is in all of them.
+    step = min(_from_all(communicator, max(checkpoints, default=0)))
+    if step == 0:
         return Progress()
-    newest = checkpoints[-1]
-    shared = _read(newest / "rank-0.pt")
-    own = shared if communicator.rank == 0 else _read(newest / f"rank-{communicator.rank}.pt")
+    newest = checkpoints[step]
+    shared = _read(newest / f"rank-{keeper}.pt")
+    own = shared if communicator.rank == keeper else _read(newest / f"rank-{communicator.rank}.pt")
     _restore(worker.model.named_parameters(), shared["parameters"], newest)
     _restore(worker.model.named_buffers(), own["buffers"], newest)
     worker.optimizer.load_state_dict(shared["optimizer"])
@@ -108,6 +112,12 @@ def _state(worker: Worker, progress: Progress, *, shared: bool) -> dict[str, Any
 def _wait_for_all(communicator: Communicator) -> None:
     with communicator.scope("checkpoint"):
         communicator.all_reduce(torch.zeros(1, device=communicator.device), label="checkpoint written")
+
+
+def _from_all(communicator: Communicator, value: int) -> list[int]:
+    with communicator.scope("checkpoint"):
+        parts = communicator.all_gather(torch.tensor([value], device=communicator.device))
+    return [int(part.item()) for part in parts]
 
 
 def _write(path: Path, state: dict[str, Any]) -> None:

@@ -44,6 +44,8 @@ class Loop:
     """Where checkpoints go; none are written if absent."""
     watch: StepWatch | None = None
     """What is counted and profiled around each step."""
+    keeper: int = 0
+    """The rank that writes there what all ranks share."""
 
     @property
     def task(self) -> Task:
@@ -62,7 +64,7 @@ class Loop:
         """Train to the end of the plan. Returns how far it came and each step's seconds on the slowest rank."""
         progress = Progress()
         if resume and self.checkpoints is not None:
-            progress = checkpoint.load(self.checkpoints, self.worker, self.communicator)
+            progress = checkpoint.load(self.checkpoints, self.worker, self.communicator, self.keeper)
         if self.worker.sync.rebuilds_after_first_backward:
             discarded_backward(self.worker, next(self.sharding.epoch(0)))
         seconds: list[float] = []
@@ -181,7 +183,7 @@ class Loop:
         if self.checkpoints is not None:
             self.worker.log.flush(force=True)  # what a checkpoint holds, the log holds too
             with self.worker.log.span("checkpoint"):
-                checkpoint.save(self.checkpoints, self.worker, progress, self.communicator)
+                checkpoint.save(self.checkpoints, self.worker, progress, self.communicator, self.keeper)
 
     def _slowest(self, seconds: list[float]) -> list[float]:
         """A synchronous step lasts as long as its slowest rank needs."""

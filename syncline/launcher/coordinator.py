@@ -1,0 +1,339 @@
+"""Node 0's book of the nodes: who has joined, whether all may start, who was lost, and how the run ends.
+
+One thread reads each connection, one handles what they read, in order; so the book needs no locks. A node that closes
+its connection is lost at once; one that is cut off is lost when nothing was heard from it for a while.
+
+    joining     until every node has said who it is, and all fit together
+    gathering   until every node is ready to start its ranks
+    running     until every node's ranks have finished, or one has failed
+    deciding    for a moment, in which the cause may show behind its echoes; then gathering again, or over
+    over        every node was told how the run ended
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from syncline.errors import HostError, Interrupted, SynclineError, UsageError
+from syncline.launcher.frames import Connection, Message, NotAFrame, close_now
+from syncline.launcher.messages import describe, restore
+
+BEAT_SECONDS = 1.0
+_ECHO_SECONDS = 3.0
+_FIRST_LINE_SECONDS = 5.0
+_NEXT_LINE_SECONDS = 30.0
+_HELLO_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    join_timeout_s: float
+    silence_s: float
+    """A node from which nothing was heard for so long is lost; each sends a sign of life every second."""
+    max_restarts: int
+
+
+@dataclass
+class Seat:
+    """One node's line in the book."""
+
+    node_rank: int
+    connection: Connection | None = None
+    host: str = ""
+    address: str = ""
+    process: str = ""
+    heard: float = 0.0
+    ready: bool = False
+    finished: bool = False
+    failed: bool = False
+    gone: bool = False
+    why_lost: str = ""
+
+    def __str__(self) -> str:
+        return f"host {self.host} (node {self.node_rank}, {self.address})" if self.host else f"node {self.node_rank}"
+
+
+@dataclass(frozen=True)
+class _Failure:
+    is_echo: bool
+    error: Message
+
+
+class Coordinator:
+    """`expected` is what node 0 itself says: the others must fit. `listener` is open at the rendezvous address."""
+
+    def __init__(self, listener: socket.socket, expected: Message, limits: Limits) -> None:
+        self._listener = listener
+        self._expected = expected
+        self._limits = limits
+        self._seats = [Seat(number) for number in range(expected["nodes"])]
+        self._inbox: queue.Queue[tuple[Connection, Message | None, bytes]] = queue.Queue()
+        self._phase = "joining"
+        self._since = time.monotonic()
+        self._next_line = self._since + _FIRST_LINE_SECONDS
+        self._attempt = -1
+        self._failures: list[_Failure] = []
+        self._decide_at = 0.0
+        self._values: Message | None = None
+        self._verdict: Message | None = None
+        self._store: Any = None
+        self._last_beat = 0.0
+        self._strangers: list[Connection] = []
+        self._closed = threading.Event()
+        self.keep_file: Callable[[str, bytes], None] = lambda name, content: None
+        for target in (self._accept, self._work):
+            threading.Thread(target=target, name="syncline-coordinator", daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        """No node is left that must still hear how the run ended."""
+        return self._phase != "over" or all(seat.gone or seat.connection is None for seat in self._seats)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._store = None
+        close_now(self._listener)
+        for connection in [*self._strangers, *(seat.connection for seat in self._seats)]:
+            if connection is not None:
+                connection.close()
+
+    def _accept(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connected, _ = self._listener.accept()
+                connection = Connection(connected)
+            except OSError:
+                if self._closed.is_set():
+                    return
+                time.sleep(0.1)
+                continue
+            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: Connection) -> None:
+        connection.set_patience(_HELLO_SECONDS)
+        try:
+            while (received := connection.receive()) is not None:
+                connection.set_patience(None)
+                self._inbox.put((connection, *received))
+        except NotAFrame:
+            pass
+        connection.close()
+        self._inbox.put((connection, None, b""))
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            try:
+                connection, message, payload = self._inbox.get(timeout=0.2)
+                self._handle(connection, message, payload)
+            except queue.Empty:
+                pass
+            except (KeyError, TypeError, ValueError) as error:
+                self._end(HostError(f"a node said what node 0 does not understand: {error!r}."))
+            self._look_around()
+
+    def _handle(self, connection: Connection, message: Message | None, payload: bytes) -> None:
+        seat = next((seat for seat in self._seats if seat.connection is connection), None)
+        if message is None:
+            if seat is not None and not seat.gone:
+                self._lose(seat, "its connection closed")
+            return
+        if message["say"] == "hello":
+            self._welcome(connection, message)
+        elif seat is not None:
+            seat.heard = time.monotonic()
+            self._hear(seat, message, payload)
+
+    def _hear(self, seat: Seat, message: Message, payload: bytes) -> None:
+        said = message["say"]
+        current = message.get("attempt") == self._attempt and self._phase in ("running", "deciding")
+        if said == "ready":
+            seat.ready = True
+        elif said == "finished" and current:
+            seat.finished = True
+        elif said == "failed" and current:
+            seat.failed = True
+            self._note(_Failure(bool(message["echo"]), {**message["error"], "host": seat.host}))
+        elif said == "fatal":
+            self._end(restore({**message["error"], "host": seat.host}))
+        elif said == "interrupted":
+            self._end(Interrupted(f"Stopped by {message['by']} on host {seat.host}; every rank has ended."))
+        elif said == "values":
+            self._values = message["values"]
+            self._tell_all({"say": "values", "values": self._values})
+        elif said == "file":
+            self.keep_file(str(message["name"]), payload)
+        elif said == "bye":
+            seat.gone = True
+
+    def _welcome(self, connection: Connection, message: Message) -> None:
+        wrong = self._misfit(message)
+        seat = self._seats[message["node_rank"]] if wrong is None else None
+        if seat is not None and seat.connection is not None and seat.process == message["process"]:
+            self._lose(seat, "its connection broke")  # and it came back before that was seen here
+        if seat is not None and seat.connection is not None:
+            wrong = UsageError(
+                f"node rank {seat.node_rank} is claimed twice: by {seat} and by host {message['host']} "
+                f"({message['address']}).",
+                action="Give every node a --node-rank of its own, from 0 on.",
+            )
+        if self._phase == "over":
+            connection.send({"say": "over", "error": self._verdict})
+            self._strangers.append(connection)
+        elif wrong is not None:
+            connection.send({"say": "over", "error": describe(wrong)})
+            self._strangers.append(connection)
+            if self._phase == "joining":
+                self._end(wrong)
+        elif seat is not None:
+            self._seat(seat, connection, message)
+
+    def _seat(self, seat: Seat, connection: Connection, message: Message) -> None:
+        seat.connection, seat.heard, seat.ready, seat.finished = connection, time.monotonic(), False, False
+        seat.host, seat.address, seat.process = message["host"], message["address"], message["process"]
+        seat.why_lost = ""
+        connection.send({"say": "welcome"})
+        if self._phase == "joining" and all(seat.connection for seat in self._seats):
+            self._enter("gathering")
+            self._tell_all(self._table())
+        elif self._phase != "joining":
+            connection.send(self._table())
+            if self._values is not None:
+                connection.send({"say": "values", "values": self._values})
+
+    def _table(self) -> Message:
+        return {"say": "joined", "hosts": [[seat.host, seat.address] for seat in self._seats]}
+
+    def _misfit(self, message: Message) -> UsageError | None:
+        """What does not fit, in words that name the node."""
+        nodes, node_rank = self._expected["nodes"], message["node_rank"]
+        who = f"host {message['host']} (node {node_rank}, {message['address']})"
+        if message["nodes"] != nodes:
+            return UsageError(
+                f"{who} was started with --nodes {message['nodes']}, node 0 with --nodes {nodes}.",
+                action="Give the same number everywhere.",
+            )
+        for name, here in self._expected["versions"].items():
+            there = message["versions"].get(name)
+            if there != here:
+                return UsageError(f"{who} has {name} {there}, node 0 has {here}.", action="Install the same version.")
+        own, other = self._expected["plan"], message["plan"]
+        differing = [key for key in sorted({*own, *other}) if own.get(key) != other.get(key)]
+        if differing:
+            keys = ", ".join(f"{key} = {other.get(key)!r}, not {own.get(key)!r}" for key in differing)
+            return UsageError(f"{who} has another plan than node 0: {keys}.", action="Start all with the same plan.")
+        return None
+
+    def _look_around(self) -> None:
+        now = time.monotonic()
+        for seat in self._seats:
+            if seat.connection is not None and not seat.gone and now - seat.heard > self._limits.silence_s:
+                self._lose(seat, f"nothing was heard from it for {self._limits.silence_s:g} s")
+        if self._phase in ("joining", "gathering"):
+            self._wait_for_missing(now)
+        if self._phase == "gathering" and all(seat.connection and seat.ready for seat in self._seats):
+            self._start()
+        elif self._phase == "running" and all(seat.finished for seat in self._seats):
+            self._end(None)
+        elif self._phase == "deciding":
+            self._decide(now)
+        if now - self._last_beat > BEAT_SECONDS:
+            self._last_beat = now
+            self._tell_all({"say": "beat"})
+
+    def _wait_for_missing(self, now: float) -> None:
+        missing = [seat for seat in self._seats if seat.connection is None]
+        if not missing:
+            self._since = now
+            return
+        names = ", ".join(f"{seat}{f': {seat.why_lost}' if seat.why_lost else ''}" for seat in missing)
+        if now - self._since > self._limits.join_timeout_s:
+            self._end(
+                HostError(
+                    f"waited {self._limits.join_timeout_s:g} s in vain for {names}.",
+                    action="Start the missing nodes, or give a longer --join-timeout.",
+                )
+            )
+        elif now > self._next_line:
+            self._next_line = now + _NEXT_LINE_SECONDS
+            self._tell_all({"say": "waiting", "text": f"waiting for {names}"})
+
+    def _start(self) -> None:
+        # Late: node 0 loads torch while the others join.
+        from syncline.launcher.alone import make_store
+        from syncline.launcher.local import listening
+
+        address = str(self._listener.getsockname()[0])
+        self._store = None
+        self._store = make_store(listening(address, 0))
+        self._attempt += 1
+        for seat in self._seats:
+            seat.ready = seat.finished = seat.failed = False
+        self._enter("running")
+        self._tell_all({"say": "start", "attempt": self._attempt, "address": address, "port": self._store.port})
+
+    def _lose(self, seat: Seat, why: str) -> None:
+        if seat.connection is not None:
+            seat.connection.close()
+        seat.connection, seat.ready, seat.why_lost = None, False, why
+        lost = HostError(f"{seat} is lost: {why}.")
+        lost.host = seat.host
+        if self._phase in ("running", "deciding"):
+            self._note(_Failure(False, describe(lost)))
+        elif self._phase == "gathering" and self._attempt < 0:
+            self._end(lost)
+
+    def _note(self, failure: _Failure) -> None:
+        self._failures.append(failure)
+        now = time.monotonic()
+        if self._phase == "running":
+            self._enter("deciding")
+            self._decide_at = now + _ECHO_SECONDS
+        if not failure.is_echo:
+            self._decide_at = now
+
+    def _decide(self, now: float) -> None:
+        """The cause comes before its echoes. A node that is just being cut off may still turn out to be the cause."""
+        silent = any(seat.connection is not None and now - seat.heard > 3 * BEAT_SECONDS for seat in self._seats)
+        only_echoes = all(failure.is_echo for failure in self._failures)
+        if now < self._decide_at or (only_echoes and silent):
+            return
+        first = min(self._failures, key=lambda failure: failure.is_echo)
+        error = restore(first.error)
+        if first.is_echo:
+            error.action = " ".join([error.action, *self._suspicion()]).strip()
+        if isinstance(error, UsageError) or self._attempt >= self._limits.max_restarts:
+            self._end(error)
+            return
+        self._failures = []
+        self._enter("gathering")
+        self._tell_all({"say": "stop", "attempt": self._attempt, "error": describe(error)})
+
+    def _suspicion(self) -> list[str]:
+        """Where all complain of others, those that do not complain are the ones that were waited for."""
+        suspects = [str(seat) for seat in self._seats if not seat.failed]
+        if not suspects or len(suspects) == len(self._seats):
+            return []
+        return [f"Still busy, and waited for by the others: {', '.join(suspects)}."]
+
+    def _end(self, error: SynclineError | None) -> None:
+        if self._phase == "over":
+            return
+        self._enter("over")
+        self._verdict = describe(error) if error is not None else None
+        self._tell_all({"say": "over", "error": self._verdict})
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._since = time.monotonic()
+        self._next_line = self._since + _FIRST_LINE_SECONDS
+
+    def _tell_all(self, message: Message) -> None:
+        for seat in self._seats:
+            if seat.connection is not None and not seat.gone:
+                seat.connection.send(message)
