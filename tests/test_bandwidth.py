@@ -110,7 +110,8 @@ def logged(world_size: int = 3, *, hosts: int = 1, counted: float = 4 / 3 * MEGA
 
 
 def measured(events: Events, **given: Any) -> Bandwidth:
-    found = bandwidth(events, "bucketed", parse_plan({"method": "bucketed", "workers": 3}), **given)
+    plan = parse_plan({"method": "bucketed", "workers": 3})
+    found = bandwidth(events, "bucketed", plan, events.complete("bucketed"), **given)
     assert found is not None
     return found
 
@@ -152,7 +153,23 @@ def test_without_counters_or_theory_there_is_nothing_to_compare() -> None:
     assert measured(events).ranks[0].counted is None
     assert measured(events).ranks[0].agrees is None
     assert measured(logged(), theory=lambda *_, **__: None).ranks[0].agrees is None
-    assert bandwidth(events, "ddp", Plan()) is None
+    assert bandwidth(events, "ddp", Plan(), []) is None
+
+
+def test_only_the_leaders_of_hosts_share_what_they_send() -> None:
+    """As method hierarchical logs it: ranks 0 and 2 send, rank 1 copies on its host."""
+    events = logged(counted=MEGABYTE)
+    for step in events.steps["bucketed"]:
+        (sent,) = step.ranks[1].transfers
+        step.ranks[1] = replace(step.ranks[1], transfers=(replace(sent, name="shared_memory"),))
+    for record in events.records[1]:
+        record |= {"sent": 0, "received": 0}
+    found = measured(events)
+    assert [rank.theory for rank in found.ranks] == [Wire(MEGABYTE, MEGABYTE), Wire(0, 0), Wire(MEGABYTE, MEGABYTE)]
+    assert all(rank.agrees for rank in found.ranks)
+    by_name = {bucket.name: bucket for bucket in found.buckets}
+    assert by_name["all_reduce"].bus_bytes_per_s == by_name["all_reduce"].algorithm_bytes_per_s
+    assert by_name["shared_memory"].bus_bytes_per_s is None
 
 
 def test_an_operation_that_ended_before_the_last_was_ready_takes_no_negative_time() -> None:

@@ -35,7 +35,7 @@ VERBS = {
         *("--workers", "--methods", "--models", "--transfer-dtype", "--threads", "--seed", "--port", "--json"),
         "--help",
     ],
-    "explain": ["--step", "--method", "--json", "--help"],
+    "explain": ["--step", "--method", "--probe", "--json", "--help"],
     "probe": [
         *("--workers", "--backend", "--sizes", "--repeats", "--threads", "--run-dir", "--port", "--json", "--help"),
     ],

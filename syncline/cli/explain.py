@@ -8,16 +8,20 @@ from typing import Annotated
 import typer
 
 from syncline.cli import options
+from syncline.errors import RunFolderError
 from syncline.measure.explain import explain as explain_run
 from syncline.measure.explain import explain_step
 from syncline.report.explain import show_explanation, show_step
-from syncline.store import open_run
+from syncline.store import RunFolder, open_run
 
 
 def explain(
     run: Annotated[Path | None, typer.Argument(help="A run folder; default the newest below runs/.")] = None,
     step: Annotated[int | None, typer.Option(help="One step, rank by rank and bucket by bucket.")] = None,
     method: Annotated[str | None, typer.Option(help="One method of a comparison.")] = None,
+    probe: Annotated[
+        Path | None, typer.Option(help="A probe run, for utilisation; default the newest that fits.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Say where the time of a run went, in a table and in words.
@@ -26,8 +30,17 @@ def explain(
     """
     found = open_run(run)
     if step is None:
-        whole = explain_run(found, method=method)
+        whole = explain_run(found, method=method, probe=_probe(probe))
         options.print_json(whole.as_document()) if as_json else show_explanation(whole)
     else:
         one = explain_step(found, step, method=method)
         options.print_json(one.as_document()) if as_json else show_step(one)
+
+
+def _probe(path: Path | None) -> RunFolder | None:
+    if path is None:
+        return None
+    run = open_run(path)
+    if run.info().get("kind") != "probe":
+        raise RunFolderError(f"{path} is no probe run.", action="Make one with `syncline probe`.")
+    return run

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from syncline.measure.events import Events, RankStep, Step, Transfer
+from syncline.measure.events import Events, Step, Transfer
 from syncline.measure.probe import bus_factor, link_rate
 from syncline.measure.theory import ELEMENT_BYTES, Wire, wire_of
 from syncline.plan import Plan
@@ -65,25 +65,21 @@ class Bandwidth:
 
 
 def bandwidth(
-    events: Events, method: str, plan: Plan, *, link: tuple[float, str] | None = None, theory: Theory = wire_of
-) -> Bandwidth | None:
-    """Of the steps after the warm-up; None if there is none. `method` is as in the log."""
-    steps = [step for step in events.complete(method) if step.number >= plan.measure.warmup]
-    steps = steps or events.complete(method)
+    events: Events, method: str, plan: Plan, steps: Sequence[Step], *,
+    link: tuple[float, str] | None = None, theory: Theory = wire_of,
+) -> Bandwidth | None:  # fmt: skip
+    """Of these steps; None if there is none. `method` is as in the log."""
     if not steps:
         return None
     ranks = events.taking_part(method)
     counters = _counters(events, method)
     wire_bytes = 2 if plan.options_for(method).get("transfer_dtype") else ELEMENT_BYTES
-    hosts = {events.ranks[rank].host for rank in ranks if rank in events.ranks}
-    by_rank = [
-        _rank_bytes(rank, steps, counters, len(ranks), wire_bytes, theory, own_interface=len(hosts) > 1)
-        for rank in ranks
-    ]
+    own_interface = len({events.ranks[rank].host for rank in ranks if rank in events.ranks}) > 1
+    by_rank = [_rank_bytes(rank, steps, counters, wire_bytes, theory, own_interface=own_interface) for rank in ranks]
     rate = link[0] if link else None
     return Bandwidth(
         ranks=by_rank,
-        buckets=_bucket_rates(steps, len(ranks), rate),
+        buckets=_bucket_rates(steps, rate),
         link_bytes_per_s=rate,
         link_source=link[1] if link else "no probe of these ranks is at hand: run `syncline probe`",
         note=_note(by_rank),
@@ -91,32 +87,42 @@ def bandwidth(
 
 
 def _rank_bytes(
-    rank: int, steps: Sequence[Step], counters: Mapping[tuple[int, int], dict[str, Any]], world_size: int,
-    wire_bytes: int, theory: Theory, *, own_interface: bool,
+    rank: int, steps: Sequence[Step], counters: Mapping[tuple[int, int], dict[str, Any]], wire_bytes: int,
+    theory: Theory, *, own_interface: bool,
 ) -> RankBytes:  # fmt: skip
-    expected = [_step_wire(step.ranks[rank], world_size, wire_bytes, theory) for step in steps]
+    expected = [_step_wire(step, rank, wire_bytes, theory) for step in steps]
     found = [counters[rank, step.number] for step in steps if (rank, step.number) in counters]
     counted = _median_wire([Wire(one["sent"], one["received"]) for one in found])
     interface = _median_wire([Wire(one["interface_sent"], one["interface_received"]) for one in found])
     wires = [one for one in expected if one is not None]
     predicted = _median_wire(wires) if len(wires) == len(expected) else None
-    operations = statistics.median(len(step.ranks[rank].transfers) for step in steps)
+    messages = statistics.median(len(step.ranks) * len(step.ranks[rank].transfers) for step in steps)
     return RankBytes(
         rank, predicted, counted, interface if own_interface else None,
-        None if predicted is None or counted is None else _fits(predicted, counted, operations * world_size),
+        None if predicted is None or counted is None else _fits(predicted, counted, messages),
     )  # fmt: skip
 
 
-def _step_wire(step: RankStep, world_size: int, wire_bytes: int, theory: Theory) -> Wire | None:
-    total = Wire()
-    for one in step.transfers:
+def _step_wire(step: Step, rank: int, wire_bytes: int, theory: Theory) -> Wire | None:
+    total, sharing = Wire(), _sharing(step)
+    for one in step.ranks[rank].transfers:
+        ranks = sharing[one.name, one.label]
         wire = theory(
-            one.name, one.label, one.num_bytes, rank=step.rank, world_size=world_size, wire_bytes=wire_bytes
+            one.name, one.label, one.num_bytes, rank=ranks.index(rank), world_size=len(ranks), wire_bytes=wire_bytes
         )
         if wire is None:
             return None
         total += wire
     return total
+
+
+def _sharing(step: Step) -> dict[tuple[str, str], list[int]]:
+    """The ranks that take part in each operation: all, or one leader of each host."""
+    found: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, one in sorted(step.ranks.items()):
+        for key in {(transfer.name, transfer.label) for transfer in one.transfers}:
+            found[key].append(rank)
+    return found
 
 
 def _fits(theory: Wire, counted: Wire, messages: float) -> bool:
@@ -157,15 +163,17 @@ def _median_wire(wires: Sequence[Wire]) -> Wire | None:
     return Wire(statistics.median(one.sent for one in wires), statistics.median(one.received for one in wires))
 
 
-def _bucket_rates(steps: Sequence[Step], world_size: int, link: float | None) -> list[BucketRate]:
+def _bucket_rates(steps: Sequence[Step], link: float | None) -> list[BucketRate]:
     found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    sharing: dict[tuple[str, str], list[int]] = {}
     for step in steps:
+        sharing |= _sharing(step)
         for key, one in transfer_seconds(step).items():
             found[key].append(one)
     rates = []
     for (name, label, num_bytes), seconds in found.items():
         middle = statistics.median(seconds)
-        factor = _bus_factor(name, world_size)
+        factor = _bus_factor(name, len(sharing[name, label]))
         algorithm = num_bytes / middle if middle > 0 else 0.0
         bus = None if factor is None else algorithm * factor
         used = bus / link if bus is not None and link else None

@@ -13,6 +13,7 @@ from typing import Any
 
 from syncline.errors import RunFolderError, SynclineError
 from syncline.measure.advice import Advice, Facts, advise, verdict
+from syncline.measure.bandwidth import Bandwidth, bandwidth, find_link
 from syncline.measure.breakdown import (
     Breakdown,
     RankBreakdown,
@@ -23,6 +24,8 @@ from syncline.measure.breakdown import (
 )
 from syncline.measure.contention import COMPUTE, Contention, bare_times, contention
 from syncline.measure.events import Events, Step, read_events
+from syncline.measure.memory import RankMemory, memory
+from syncline.measure.profiler import Profiled, operator_totals
 from syncline.measure.stragglers import Disagreement, Straggler, find_disagreement, find_stragglers
 from syncline.plan import METHODS, Plan
 from syncline.store import RunFolder
@@ -40,8 +43,10 @@ class MethodExplanation:
     advice: list[Advice]
     verdict: str
     contention: Contention | None = None
-    bandwidth: dict[str, Any] | None = None
-    """Bytes and rates by bucket, where they were counted."""
+    bandwidth: Bandwidth | None = None
+    """Bytes from theory and as counted, and rates by bucket."""
+    memory: list[RankMemory] = field(default_factory=list)
+    """By rank; empty where the log holds none."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ class Explanation:
     problems: list[str]
     """What is wrong with the logs."""
     clocks: list[Clock] = field(default_factory=list)
-    memory: dict[str, Any] | None = None
-    profile: dict[str, Any] | None = None
+    profile: Profiled | None = None
+    """Operator totals, where torch's profiler recorded some steps."""
 
     def as_document(self) -> dict[str, Any]:
         return asdict(self)
@@ -121,14 +126,15 @@ class StepExplanation:
         return asdict(self)
 
 
-def explain(run: RunFolder, *, method: str | None = None) -> Explanation:
-    """The whole run, or one method of it."""
+def explain(run: RunFolder, *, method: str | None = None, probe: RunFolder | None = None) -> Explanation:
+    """The whole run, or one method of it. Without a probe the newest that fits is taken for the rate of the link."""
     events, plan = read_events(run.path), run.plan()
     info, notes = run.info(), _notes(plan)
+    link = find_link(run, backend="mpi" if plan.method == "mpi" else plan.backend or "gloo", probe=probe)
     methods = [
         found
         for name in _chosen(events, method, run)
-        if (found := _explain_method(name, events, plan, _cores(run), notes)) is not None
+        if (found := _explain_method(name, events, plan, _cores(run), notes, link)) is not None
     ]
     if not methods:
         raise RunFolderError(
@@ -158,6 +164,7 @@ def explain(run: RunFolder, *, method: str | None = None) -> Explanation:
         notes=notes,
         problems=events.problems,
         clocks=clocks,
+        profile=operator_totals(run.path),
     )
 
 
@@ -192,7 +199,12 @@ def _chosen(events: Events, method: str | None, run: RunFolder) -> list[str]:
 
 
 def _explain_method(
-    name: str, events: Events, plan: Plan, cores: int | None, notes: list[str]
+    name: str,
+    events: Events,
+    plan: Plan,
+    cores: int | None,
+    notes: list[str],
+    link: tuple[float, str] | None,
 ) -> MethodExplanation | None:
     steps = counted_steps(events, name, plan.measure.warmup)
     found = [break_down(step) for step in steps]
@@ -216,8 +228,9 @@ def _explain_method(
     advice = advise(facts)
     slowed = contention(bare_times(events), _compute_times(found)) if plan.compute_note == "real" else None
     return MethodExplanation(
-        name, breakdown, stragglers, disagreement, advice, verdict(facts, advice), contention=slowed
-    )
+        name, breakdown, stragglers, disagreement, advice, verdict(facts, advice), contention=slowed,
+        bandwidth=bandwidth(events, name, plan, steps, link=link), memory=memory(events, name),
+    )  # fmt: skip
 
 
 def _compute_times(found: Sequence[Mapping[int, RankBreakdown]]) -> dict[int, dict[str, list[float]]]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from syncline.measure import contention
 from syncline.measure.breakdown import PARTS
 from syncline.measure.explain import Explanation, MethodExplanation, RankOfStep, StepExplanation
+from syncline.report.resources import show_profile, show_resources
 from syncline.report.tables import print_table
 from syncline.units import format_bytes, format_seconds
 
@@ -35,6 +36,8 @@ def show_explanation(found: Explanation) -> None:
                 contention.describe(method.contention, hidden_s=method.breakdown.hidden_s, compute=found.compute)
             )
         _show_stragglers(method, several=len(found.methods) > 1)
+        show_resources(method, several=len(found.methods) > 1)
+    show_profile(found.profile)
     for text in found.notes:
         _paragraph(f"Note: {text}")
     for text in found.problems:
