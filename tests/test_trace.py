@@ -118,6 +118,12 @@ def test_trace_of_a_real_run(method: str, cli: Cli, tmp_path: Path) -> None:
         assert [name for name, *_ in slices(document, rank, "step")] == ["step 1", "step 2"]
         assert {"forward", "backward", "sync", "update"} <= {name for name, *_ in slices(document, rank, "phase")}
         assert slices(document, rank, "wire")
+    explained = json.loads(cli("explain", "--json").stdout)["methods"][0]
+    assert [rank["agrees"] for rank in explained["bandwidth"]["ranks"]] == [True, True]
+    assert [rank["peak_resident_bytes"] > 0 for rank in explained["memory"]] == [True, True]
+    shown = cli("explain").stdout
+    assert [word for word in ("bytes a step", "of the link", "peak resident") if word not in shown] == []
+    assert "WARNING" not in shown
     refused = cli("trace", "--steps", "7")
     assert refused.returncode == 2
     assert "no finished step" in refused.stderr
