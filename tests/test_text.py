@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import Cli
 
 from syncline.errors import DataError
 from syncline.plan import Plan
@@ -87,3 +89,28 @@ def test_text_that_cannot_be_used_is_refused(content: bytes | None, words: str, 
 def test_folder_without_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"holds no \*\.txt"):
         read_text(tmp_path, 16)
+
+
+READER = """
+from torch import nn
+
+def reader(num_classes):
+    return nn.Sequential(nn.Embedding(num_classes, 8), nn.Linear(8, num_classes))
+"""
+
+
+def test_a_text_is_trained_on_with_any_number_of_workers_alike(book: Path, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "work" / "mine.py").write_text(READER)
+    arguments = ("--model", "mine:reader", "--data", "text", "--data-dir", book, "--global-batch", 7, "--steps", 5)
+    summaries = []
+    for workers in (1, 2):
+        done = cli("train", *arguments, "--set", "sequence_length=20", "--workers", workers, "--json")
+        assert done.returncode == 0, done.stderr
+        summaries.append(json.loads(done.stdout))
+    one, two = (summary["epochs"][0] for summary in summaries)
+    assert two["train_loss"] == pytest.approx(one["train_loss"], rel=1e-5)
+    assert two["test_correct"] == one["test_correct"]
+    assert one["test_masked_tokens"] == 10 * 3
+    assert summaries[0]["task"] == "masked language"
+    assert summaries[0]["tokens_per_s"] > 0
+    assert "book.txt" in summaries[0]["data"]

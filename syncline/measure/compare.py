@@ -22,6 +22,7 @@ from syncline.train.loop import Observer
 from syncline.train.memory import note_memory
 from syncline.train.step import Worker, train_step
 from syncline.workload.batches import Batches
+from syncline.workload.fit import check_fit
 from syncline.workload.recipes import learning_rate, make_model, make_optimizer, set_learning_rate
 from syncline.workload.sharding import Shard, Sharding
 from syncline.workload.tasks import Task
@@ -99,6 +100,9 @@ class Comparison:
         if entry.alone and self.communicator.rank != 0:
             return None
         model = make_model(self.plan, self.device, self.batches.task)
+        if not entry.alone and not self.plan.replayed:
+            sharding = Sharding(self.batches.num_train, self.plan.global_batch, 0, 0, self.communicator.world_size)
+            check_fit(self.plan.model, model, self.batches.task, sharding, self.rounds)
         sync = make_sync(entry.method, self.communicator, log=self.log, **self.plan.options_for(entry.method))
         optimizer, smoothing = make_optimizer(self.plan, model), self.plan.optimizer.label_smoothing
         delays = delays_of(self.plan, self.communicator.rank)

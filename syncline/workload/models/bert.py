@@ -24,11 +24,11 @@ class Attention(nn.Module):
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.out = nn.Linear(width, width)
         self.num_heads = num_heads
-        self.dropout = dropout
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, values: Tensor) -> Tensor:
         query, key, value = (self._split(layer(values)) for layer in (self.query, self.key, self.value))
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout.p if self.dropout.training else 0.0  # a layer, so that it can be found and turned off
         mixed = scaled_dot_product_attention(query, key, value, dropout_p=dropout)
         result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return result
