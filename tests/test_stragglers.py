@@ -75,6 +75,18 @@ def test_how_often_is_counted() -> None:
     assert one.waited_s == pytest.approx(0.1 / 3)
 
 
+def test_small_lateness_of_others_does_not_hide_a_large_one() -> None:
+    steps = [
+        step_of(
+            *ranks_of({3: {"data": 100}} if number % 2 else {number % 3: {"forward": 8}}, 1000.0 * number),
+            number=number,
+        )
+        for number in range(10)
+    ]
+    (one,) = found_in(steps)
+    assert (one.rank, one.phase, one.late_steps) == (3, "data", 5)
+
+
 def test_what_a_step_gains_is_the_way_to_the_next_last_rank() -> None:
     (one,) = found_in(repeated({1: {"backward": 100}, 2: {"backward": 70}}))
     assert one.rank == 1

@@ -69,6 +69,8 @@ class Explanation:
     hosts: int
     compute: str
     """real, or where the compute times were taken from."""
+    injected: bool
+    """A rank was slowed down on purpose."""
     warmup: int
     methods: list[MethodExplanation]
     verdict: str
@@ -158,6 +160,7 @@ def explain(run: RunFolder, *, method: str | None = None, probe: RunFolder | Non
         workers=events.world_size,
         hosts=hosts,
         compute=plan.compute_note,
+        injected=_is_slowed(plan),
         warmup=plan.measure.warmup,
         methods=methods,
         verdict=methods[0].verdict if len(methods) == 1 else _comparison(methods, events, plan),
@@ -226,7 +229,9 @@ def _explain_method(
         options=plan.options_for(base_method(name)),
     )
     advice = advise(facts)
-    slowed = contention(bare_times(events), _compute_times(found)) if plan.compute_note == "real" else None
+    # Calibration steps know no injected delay, and replayed compute cannot be slowed.
+    is_comparable = plan.compute_note == "real" and not _is_slowed(plan)
+    slowed = contention(bare_times(events), _compute_times(found)) if is_comparable else None
     return MethodExplanation(
         name, breakdown, stragglers, disagreement, advice, verdict(facts, advice), contention=slowed,
         bandwidth=bandwidth(events, name, plan, steps, link=link), memory=memory(events, name),
@@ -277,11 +282,15 @@ def _notes(plan: Plan) -> list[str]:
     notes = []
     if plan.compute_note != "real":
         notes.append(f"Compute times are {plan.compute_note}: only communication is real.")
-    if plan.inject.rank is not None and (plan.inject.delay_ms or plan.inject.threads):
+    if _is_slowed(plan):
         threads = f", {plan.inject.threads} threads" if plan.inject.threads else ""
         delay = f", {plan.inject.delay_ms:g} ms in {plan.inject.phase}" if plan.inject.delay_ms else ""
         notes.append(f"The plan slows rank {plan.inject.rank} down on purpose{delay}{threads}.")
     return notes
+
+
+def _is_slowed(plan: Plan) -> bool:
+    return plan.inject.rank is not None and bool(plan.inject.delay_ms or plan.inject.threads)
 
 
 def _clock_note(clocks: Sequence[Clock], hosts: int) -> list[str]:

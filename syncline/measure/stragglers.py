@@ -22,7 +22,7 @@ OFTEN = 0.2
 FEWEST = 3
 """Steps: one or two are chance."""
 MOSTLY = 2 / 3
-"""Of all late steps: where every rank is late now and then, none is the straggler."""
+"""Of all lateness: where every rank is late now and then, none is the straggler."""
 DISAGREE = 0.1
 """Of the longest: how far ranks' own step times may lie apart."""
 BETWEEN = "between steps"
@@ -91,7 +91,7 @@ def find_stragglers(
     stragglers = [
         _describe(rank, phase, own, steps, found, infos)
         for (rank, phase), own in by_cause.items()
-        if len(own) >= least and len(own) >= MOSTLY * len(lates)
+        if len(own) >= least and sum(one.late for one in own) >= MOSTLY * sum(late.late for late in lates)
     ]
     return sorted(stragglers, key=lambda one: -one.waited_s)
 
@@ -99,16 +99,16 @@ def find_stragglers(
 def find_disagreement(found: Sequence[Mapping[int, RankBreakdown]]) -> Disagreement | None:
     if not found or len(found[0]) < 2:
         return None
-    medians = {rank: statistics.median(one[rank].duration for one in found) for rank in found[0]}
-    longest, shortest = max(medians, key=lambda rank: medians[rank]), min(medians, key=lambda rank: medians[rank])
-    if medians[longest] - medians[shortest] <= DISAGREE * medians[longest]:
+    means = {rank: statistics.fmean(one[rank].duration for one in found) for rank in found[0]}
+    longest, shortest = max(means, key=lambda rank: means[rank]), min(means, key=lambda rank: means[rank])
+    if means[longest] - means[shortest] <= DISAGREE * means[longest]:
         return None
     apart = {
         part: statistics.fmean(one[longest].parts[part] - one[shortest].parts[part] for one in found)
         for part in found[0][longest].parts
     }
     part = max(apart, key=lambda part: apart[part])
-    return Disagreement(longest, medians[longest] / 1e9, shortest, medians[shortest] / 1e9, part, apart[part] / 1e9)
+    return Disagreement(longest, means[longest] / 1e9, shortest, means[shortest] / 1e9, part, apart[part] / 1e9)
 
 
 def _follows(before: Step, step: Step) -> bool:

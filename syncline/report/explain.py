@@ -16,7 +16,7 @@ WIDTH = 100
 Row = tuple[str, float, Mapping[str, float], float]
 """Name, step, parts, hidden."""
 CAPTION = (
-    "Milliseconds, means over {steps} steps ({warmup} warm-up steps are cut); the parts add up to the step.\n"
+    "Milliseconds, means over {steps} steps (warm-up steps cut: {warmup}); the parts add up to the step.\n"
     "wait: for a slower rank; wire: gradients on their way that backward did not hide. Hidden: the part that it did."
 )
 
@@ -31,7 +31,7 @@ def show_explanation(found: Explanation) -> None:
         _show_methods(found.methods, title, found.warmup)
     _paragraph(found.verdict)
     for method in found.methods:
-        if len(found.methods) == 1:
+        if len(found.methods) == 1 and not found.injected:
             _paragraph(
                 contention.describe(method.contention, hidden_s=method.breakdown.hidden_s, compute=found.compute)
             )
