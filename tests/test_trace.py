@@ -32,8 +32,9 @@ def assert_valid(document: dict[str, Any]) -> None:
         else:
             assert event["ts"] >= 0
             assert event["dur"] >= 0
-            start, length = round(1000 * event["ts"]), round(1000 * event["dur"])  # whole nanoseconds
-            tracks[event["pid"], event["tid"]].append((start, start + length))
+            assert isinstance(event["ts"], int), "fractions do not add up, and slices would reach out of others"
+            assert isinstance(event["dur"], int)
+            tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
     for (rank, track), spans in tracks.items():
         assert ("process_name", rank, 0) in named
         assert ("thread_name", rank, track) in named
@@ -64,7 +65,7 @@ def logged() -> Events:
             start = 100_000 * number + 50_000
             phases = (Phase("forward", start, start + 3000), Phase("backward", start + 3000, start + 9000))
             ready = start + 4000 + 2000 * rank
-            first = Transfer("all_reduce", "bucket 0", 400, ready, ready + 500, start + 9000)
+            first = Transfer("all_reduce", "bucket 0", 400, ready, ready + 1000, start + 9000)
             second = Transfer("all_reduce", "bucket 1", 800, start + 7000, start + 7000, start + 10_000)
             ranks[rank] = RankStep(rank, start, start + 12_000, phases, (first, second))
         steps.append(Step(number, 0, ranks))
@@ -85,10 +86,10 @@ def test_compute_and_communication_have_tracks_and_waits_are_seen() -> None:
     assert slices(document, 0, "step") == [("step 0", 0, 12, 0), ("step 1", 100, 12, 0), ("step 2", 200, 12, 0)]
     assert slices(document, 0, "phase")[:2] == [("forward", 0, 3, 0), ("backward", 3, 6, 0)]
     assert slices(document, 0, "operation")[:2] == [
-        ("all_reduce bucket 0", 4.5, 4.5, 1),
+        ("all_reduce bucket 0", 5, 4, 1),
         ("all_reduce bucket 1", 7, 3, 2),
     ]
-    assert slices(document, 0, "wait")[:1] == [("wait for rank 1", 4.5, 1.5, 1)]
+    assert slices(document, 0, "wait")[:1] == [("wait for rank 1", 5, 1, 1)]
     assert slices(document, 0, "wire")[:1] == [("wire", 6, 3, 1)]
     assert slices(document, 1, "wait") == []
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in document["traceEvents"]

@@ -3,7 +3,8 @@
 One process per rank, with a track for compute (the step and its phases) and one for communication. Operations that
 are in flight together get further tracks, because slices of one track must lie inside each other or apart. Inside an
 operation, `wait` lasts until the last rank was ready, and `wire` is what follows. All times are on rank 0's clock, in
-microseconds from the first step that is shown.
+whole microseconds from the first step that is shown: viewers add start and duration up, and where fractions did not
+add up to the same end, a slice would seem to end after the one that it is in.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 from syncline.measure.events import Events, RankStep, Step, Transfer
 
 COMPUTE, COMMUNICATION = 0, 1
-NANOSECONDS = 1000.0
+NANOSECONDS = 1000
+"""In a microsecond."""
 
 TraceEvent = dict[str, Any]
 Key = tuple[str, str]
@@ -35,8 +37,9 @@ def chrome_trace(events: Events, method: str, *, first: int = 0, last: int | Non
         slices_of_rank, tracks[rank] = _communication(rank, steps)
         slices += slices_of_rank
     for one in slices:
-        one["ts"] = (one["ts"] - origin) / NANOSECONDS
-        one["dur"] /= NANOSECONDS
+        start, end = one["ts"] - origin, one["ts"] + one["dur"] - origin
+        one["ts"] = start // NANOSECONDS
+        one["dur"] = end // NANOSECONDS - one["ts"]
     return {
         "traceEvents": [*_names(events, tracks), *slices],
         "displayTimeUnit": "ms",
