@@ -6,6 +6,7 @@ python emulation_programs.py NAME [ARGUMENT…]
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import socket
 import subprocess
@@ -101,8 +102,20 @@ def two_hosts() -> None:
         sys.exit(error.exit_code)
 
 
+def between_nodes(node_rank: str, nodes: str, wait_s: str, folder: str) -> None:
+    """This host's findings of `syncline doctor --nodes`, as JSON."""
+    from dataclasses import asdict
+
+    from syncline.launcher.doctor_nodes import Group, examine_nodes, examine_way
+    from syncline.launcher.route import find_route
+
+    route = find_route(f"host0:{PORT}")
+    findings = examine_nodes(route, Group(int(nodes), int(node_rank), float(wait_s)), Path(folder))
+    print(json.dumps([asdict(one) for one in [examine_way(route), *findings]]))
+
+
 if __name__ == "__main__":
     PROGRAMS: dict[str, Callable[..., None]] = {
-        one.__name__: one for one in (receive, send, reach, daemon, hold, powerless, two_hosts)
+        one.__name__: one for one in (receive, send, reach, daemon, hold, powerless, two_hosts, between_nodes)
     }
     PROGRAMS[sys.argv[1]](*sys.argv[2:])

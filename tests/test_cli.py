@@ -46,6 +46,7 @@ VERBS = {
     "schedule": ["--workers", "--output", "--help"],
     "runs": ["--root", "--json", "--help"],
     "data": ["--data-dir", "--help"],
+    "doctor": ["--rendezvous", "--nodes", "--node-rank", "--wait", "--folder", "--json", "--help"],
     "cluster": ["--help"],
 }
 SMALL = ("--model", "mlp", "--data", "synthetic", "--set", "evaluate=false")
@@ -158,6 +159,9 @@ def test_wrong_plan_file_is_refused(content: str, words: list[str], cli: Cli, tm
         (["compare", "--methods", ","], ["no method"]),
         (["compare", "--steps", "0"], ["steps", "0"]),
         (["data", "imagenet"], ["'imagenet'"]),
+        (["doctor", "--nodes", "2"], ["--nodes and --node-rank belong together"]),
+        (["doctor", "--nodes", "2", "--node-rank", "2", "--rendezvous", "localhost:1"], ["not one of 2 nodes"]),
+        (["doctor", "--rendezvous", "nowhere"], ["'nowhere'", "HOST:PORT"]),
         (["cluster", "run", "--link", "fast", "--", "true"], ["'fast' is not a rate", "1gbit"]),
         (["cluster", "run", "--hosts", "3", "--link", "1gbit,1gbit", "--", "true"], ["2 rates for 3 hosts"]),
         (["cluster", "run", "--", "no-such-program"], ["no-such-program", "python my_script.py"]),

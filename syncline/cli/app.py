@@ -10,6 +10,7 @@ import syncline
 from syncline.cli.cluster import cluster
 from syncline.cli.compare import compare
 from syncline.cli.data import data
+from syncline.cli.doctor import doctor
 from syncline.cli.explain import explain
 from syncline.cli.launch import launch
 from syncline.cli.models import models
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, compare, verify, explain, probe, trace, launch, methods, models, schedule, runs, data):
+for verb in (train, compare, verify, explain, probe, trace, launch, methods, models, schedule, runs, data, doctor):
     app.command()(verb)
 app.add_typer(cluster, name="cluster")
 

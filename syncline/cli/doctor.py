@@ -1,0 +1,47 @@
+"""syncline doctor: is this machine fit for a run, and the way to the others?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from syncline.cli import options
+from syncline.errors import UsageError
+from syncline.store import ROOT
+
+
+def doctor(
+    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of node 0: examine the way there too.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes; run this on each at the same time.")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="This node's number, from 0.")] = None,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for other nodes.")] = 60.0,
+    folder: Annotated[Path, typer.Option(help="Where runs and checkpoints are written.")] = ROOT,
+    as_json: options.Json = False,
+) -> None:
+    """Examine this machine, and with --rendezvous the way to node 0.
+
+    Each line says ok, warn or fail, and what to do. Exit code 1 if anything fails.
+    """
+    from syncline.launcher.doctor import Finding, examine_machine, examine_system
+    from syncline.launcher.doctor_nodes import check_group, examine_nodes, examine_way
+    from syncline.launcher.route import find_route
+
+    group = check_group(nodes, node_rank, wait)
+    if group is not None and rendezvous is None:
+        raise UsageError("--nodes needs --rendezvous.", action="Write it as --rendezvous node0:29500.")
+    route = find_route(rendezvous) if rendezvous else None
+    findings: list[Finding] = [*examine_system(), *examine_machine(folder)]
+    if route is not None:
+        findings.append(examine_way(route))
+        findings += examine_nodes(route, group, folder) if group is not None else []
+    failed = any(one.status == "fail" for one in findings)
+    if as_json:
+        options.print_json({"passed": not failed, "findings": [asdict(one) for one in findings]})
+    else:
+        for one in findings:
+            print(f"{one.status:<5} {one.what}: {one.found}{'. ' + one.fix if one.fix else ''}")
+        print("something must be mended first" if failed else "fit for a run; next: syncline train")
+    raise typer.Exit(1 if failed else 0)
