@@ -88,11 +88,15 @@ class Hierarchical(Bucketed):
             work.wait()
             total = self._total(bucket)
             if self._here.rank == 0 and self.scale_early is None:
+                start_ns = time.monotonic_ns()
                 total.div_(self.communicator.world_size)
+                self.log.pack("all gradients", start_ns)
             self._arrived.wait(f"waiting for the mean of bucket {number}")
-            if self._here.rank != 0:
-                self._range(bucket).copy_(total)
             self._note(number, bucket)
+            if self._here.rank != 0:
+                start_ns = time.monotonic_ns()
+                self._range(bucket).copy_(total)
+                self.log.pack("all gradients", start_ns)
         # Else the leader could begin its next backward while others still copy.
         self._arrived.wait("copying the mean")
         if not self._rebuilt:
