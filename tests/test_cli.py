@@ -37,7 +37,8 @@ VERBS = {
     ],
     "explain": ["--step", "--method", "--probe", "--json", "--help"],
     "probe": [
-        *("--workers", "--backend", "--sizes", "--repeats", "--threads", "--run-dir", "--port", "--json", "--help"),
+        *("--workers", "--backend", "--sizes", "--repeats", "--threads", "--run-dir", *PLACE, "--port", "--json"),
+        "--help",
     ],
     "trace": ["--output", "--method", "--steps", "--help"],
     "launch": ["--workers", "--threads", "--log-dir", "--port", "--help"],

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from syncline.cli import options
-from syncline.cli.nodes import Where, kept, run_folder
+from syncline.cli.nodes import Where, kept, marks_beside, run_folder
 from syncline.errors import PlanError
 from syncline.launcher.nodes import JOIN_TIMEOUT_S
 from syncline.plan import METHODS, Plan, load_plan
@@ -77,7 +77,7 @@ def compare(
             task = (chosen, run, names, as_json)
             rows = options.on_ranks(worker.compare, task, chosen, run.logs, port, here=here)
             summary: dict[str, Any] = {"workers": chosen.workers, "compute": chosen.compute_note}
-            summary |= {"global_batch": chosen.global_batch, "rows": rows}
+            summary |= {"global_batch": chosen.global_batch, "rows": rows, "marks": marks_beside(chosen)}
             if here is None or here.is_first:
                 run.write_summary(summary)
     if here is not None and not here.is_first:
@@ -85,7 +85,7 @@ def compare(
     if as_json:
         options.print_json({"run": str(run.path), **summary})
     else:
-        _show(chosen, rows, str(run.path))
+        _show(chosen, rows, summary["marks"], str(run.path))
 
 
 def method_names(text: str) -> list[str]:
@@ -129,10 +129,12 @@ def on_several_hosts(names: list[str], asked: str) -> list[str]:
     return [name for name in names if name != "shared-memory"]
 
 
-def _show(plan: Plan, rows: list[dict[str, Any]], run: str) -> None:
+def _show(plan: Plan, rows: list[dict[str, Any]], marks: list[str], run: str) -> None:
     workload = f"{plan.model} on {plan.data}"
     if plan.replayed:
         workload = f"compute {plan.compute_note}"
     title = f"{workload}, global batch {plan.global_batch}, {plan.workers} workers"
     comparison_table(rows, title=title, steps=plan.steps or 0, warmup=plan.measure.warmup)
+    for mark in marks:
+        print(mark)
     print(f"run folder {run}; next: syncline verify --workers {plan.workers}")

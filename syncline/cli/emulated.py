@@ -3,61 +3,77 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import typer
 
 from syncline.cli.nodes import EMULATED_VARIABLE
 from syncline.errors import HostError
 from syncline.launcher.emulation.cluster import EmulatedCluster
+from syncline.launcher.emulation.honesty import LINK_VARIABLE, check_memory, measure_links
 from syncline.launcher.emulation.links import parse_links
 from syncline.launcher.emulation.process import HostProcess
 from syncline.launcher.local import signals_noted
-from syncline.plan import Plan
+from syncline.plan import MODELS, Plan
 
 _PORT = 29500
 _LOOK_SECONDS = 0.05
 _END_SECONDS = 20.0
-_DEFAULT_LINK = "1gbit"
+DEFAULT_LINK = "1gbit"
+_SMALL_MODEL_BYTES = 4e6
 
 
-def on_emulated_hosts(verb: str, plan: Plan, arguments: Sequence[str], *, resume: Path | None = None) -> None:
+def on_emulated_hosts(
+    verb: str, plan: Plan, arguments: Sequence[str], *, resume: Path | None = None, takes_plan: bool = True
+) -> None:
     """Run `syncline VERB` with this plan on the plan's hosts; exits as node 0 does. `arguments` are those of the verb
-    that are not in the plan."""
-    links = parse_links(plan.link or _DEFAULT_LINK, plan.hosts)
+    that are not in the plan, or all of them if it takes none."""
+    links = parse_links(plan.link or DEFAULT_LINK, plan.hosts)
+    needed = check_memory(hosts=plan.hosts, ranks=plan.workers, weights_bytes=_weights_bytes(plan))
+    print(needed, file=sys.stderr if "--json" in arguments else sys.stdout, flush=True)
     with (
         signals_noted() as noted,
         tempfile.TemporaryDirectory(prefix="syncline-hosts-") as folder,
         EmulatedCluster(plan.hosts, links) as cluster,
     ):
         (Path(folder) / "plan.toml").write_text(plan.to_toml())
-        what = ["--resume", str(resume)] if resume else [str(Path(folder) / "plan.toml")]
+        what = ["--resume", str(resume)] if resume else [str(Path(folder) / "plan.toml")] if takes_plan else []
         command = [sys.executable, "-P", "-c", "from syncline.cli import main; main()", verb, *what, *arguments]
+        checked = json.dumps(measure_links(cluster).as_dict())
+        environment = {**os.environ, EMULATED_VARIABLE: "1", LINK_VARIABLE: checked}
         with contextlib.ExitStack() as files:
-            nodes = [_start(cluster, host, command, Path(folder), files) for host in range(plan.hosts)]
+            logs = [None, *(files.enter_context(_log(Path(folder), host)) for host in range(1, plan.hosts))]
+            nodes = [_start(cluster, host, command, environment, log) for host, log in enumerate(logs)]
             code = _watch(cluster, nodes, noted)
     raise typer.Exit(code)
 
 
 def _start(
-    cluster: EmulatedCluster, host: int, command: list[str], folder: Path, files: contextlib.ExitStack
+    cluster: EmulatedCluster, host: int, command: list[str], environment: dict[str, str], log: IO[bytes] | None
 ) -> HostProcess:
-    """Node 0 has the terminal. The others end with the same words, so theirs are kept only for the case that it
-    cannot speak any more."""
+    """Node 0 has the terminal. The others end with the same words, so theirs are dropped."""
     place = ["--nodes", str(cluster.num_hosts), "--node-rank", str(host)]
     place += ["--rendezvous", f"{cluster.address(0)}:{_PORT}"]
-    environment = {**os.environ, EMULATED_VARIABLE: "1"}
-    if host == 0:
-        return cluster.popen(host, [*command, *place], env=environment)
-    errors = files.enter_context((folder / f"node-{host}.log").open("wb"))
-    return cluster.popen(host, [*command, *place], env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+    return cluster.popen(host, [*command, *place], env=environment, stdout=log, stderr=log)
+
+
+def _log(folder: Path, host: int) -> IO[bytes]:
+    return (folder / f"node-{host}.log").open("wb")
+
+
+def _weights_bytes(plan: Plan) -> float:
+    """As the table of models says; a model of the user's own is taken for a small one."""
+    told = re.search(r"([\d,]+) parameters", MODELS.get(plan.model, ""))
+    return 4.0 * int(told[1].replace(",", "")) if told else _SMALL_MODEL_BYTES
 
 
 def _watch(cluster: EmulatedCluster, nodes: list[HostProcess], noted: list[int]) -> int:

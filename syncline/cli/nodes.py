@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,9 +15,11 @@ from typing import Any
 
 from syncline.cli import options
 from syncline.errors import PlanError, RunFolderError
+from syncline.launcher.local import cores
 from syncline.launcher.nodes import JoinedNode, Node, joined
 from syncline.plan import Plan
 from syncline.store import RunFolder, create_run
+from syncline.units import format_seconds
 
 EMULATED_VARIABLE = "SYNCLINE_EMULATED_HOSTS"
 """Set for a node that is one of the hosts that `--hosts` emulates."""
@@ -40,7 +44,7 @@ class Where:
         missing = [name for name, value in node_flags.items() if value is None]
         if 0 < len(missing) < len(node_flags):
             raise PlanError(f"{', '.join(missing)} is missing: a node needs {', '.join(node_flags)}.")
-        if self.nodes is not None and (self.hosts is not None or self.link is not None):
+        if self.nodes is not None and (self.hosts is not None or (self.link is not None and not is_emulated())):
             raise PlanError("--hosts and --link are for emulated hosts, --nodes is for machines: give one of them.")
         if self.workers_per_host is not None and self.num_hosts is None:
             raise PlanError("--workers-per-host needs --hosts or --nodes.")
@@ -89,15 +93,30 @@ def is_emulated() -> bool:
     return EMULATED_VARIABLE in os.environ
 
 
+def marks_beside(plan: Plan) -> list[str]:
+    """What must stand beside a result of emulated hosts; nothing elsewhere."""
+    if not is_emulated():
+        return []
+    from syncline.launcher.emulation.honesty import LINK_VARIABLE, marks
+
+    link = json.loads(os.environ.get(LINK_VARIABLE, "null"))
+    threads = plan.threads or 1
+    return marks(ranks=plan.workers, threads=threads, cores=cores(), replayed=plan.replayed, link=link)
+
+
 @contextlib.contextmanager
 def _joined(node: Node, plan: Plan, *, quiet: bool) -> Iterator[JoinedNode]:
-    common = {key: value for key, value in plan.model_dump(exclude_none=True).items() if key not in OF_EACH_MACHINE}
+    whole = plan.model_dump(mode="json", exclude_none=True)  # as it will look on the other side
+    common = {key: value for key, value in whole.items() if key not in OF_EACH_MACHINE}
 
     def say(line: str) -> None:
         print(line, file=sys.stderr if quiet else sys.stdout, flush=True)
 
+    start = time.monotonic()
     with joined(node, common, deadline_s=plan.deadline_s, max_restarts=plan.max_restarts, say=say) as here:
-        if not here.is_first:
+        if here.is_first:
+            say(f"{node.nodes} nodes have joined, after {format_seconds(time.monotonic() - start)}")
+        else:
             say(f"all nodes have joined; progress and results are on host {here.hosts[0][0]} (node 0)")
         yield here
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from syncline.cli import options
-from syncline.cli.nodes import Where, is_emulated, kept, run_folder
+from syncline.cli.nodes import Where, is_emulated, kept, marks_beside, run_folder
 from syncline.errors import Interrupted, RunFolderError
 from syncline.launcher.nodes import JOIN_TIMEOUT_S, JoinedNode
 from syncline.plan import Plan, load_plan
@@ -83,6 +83,9 @@ def train(
         label = f"{chosen.method}-{chosen.workers}"
         run = run_folder(here, run_dir, old, kind="train", plan=chosen, label=label)
         summary = _run(run, chosen, here, resume=resume, port=port, quiet=as_json)
+        if summary is not None:
+            summary["marks"] = marks_beside(chosen)
+            run.write_summary(summary)
     if summary is not None:
         _show(run, summary, as_json=as_json)
 
@@ -141,6 +144,8 @@ def _show(run: RunFolder, summary: dict[str, Any], *, as_json: bool) -> None:
         )
     if summary["loading"]:
         print(_loading(summary["loading"]))
+    for mark in summary["marks"]:
+        print(mark)
     print(f"run folder {run.path}; next: syncline compare")
 
 
