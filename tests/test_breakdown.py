@@ -70,6 +70,14 @@ def test_instant_is_wire_if_any_pending_bucket_is_ready_everywhere() -> None:
     assert found.parts["wire"] == 30 * MS
 
 
+def test_leader_and_follower_call_one_bucket_by_two_labels() -> None:
+    leader = rank_step(0, PHASES, {"ring bucket 0": (40, 60, 75)}, end=95)
+    follower = rank_step(1, PHASES, {"bucket 0": (55, 60, 76)}, end=95)
+    found = break_down(step_of(leader, follower))
+    assert [(one.rank, one.bucket, one.duration / MS) for one in found[0].waits] == [(1, "bucket 0", 15)]
+    assert found[0].wire == {"bucket 0": 20 * MS}
+
+
 def test_three_ranks_wait_for_the_last_of_them() -> None:
     ranks = [rank_step(rank, PHASES, {"a": (ready, 60, 75)}, end=95) for rank, ready in enumerate((40, 58, 49))]
     found = break_down(step_of(*ranks))

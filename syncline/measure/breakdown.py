@@ -70,7 +70,7 @@ def buckets_of(rank_step: RankStep) -> dict[str, Bucket]:
     """In order of readiness."""
     groups: dict[str, list[Transfer]] = defaultdict(list)
     for transfer in rank_step.transfers:
-        groups[transfer.label].append(transfer)
+        groups[_bucket_name(transfer.label)].append(transfer)
     found = [
         Bucket(
             label,
@@ -82,6 +82,11 @@ def buckets_of(rank_step: RankStep) -> dict[str, Bucket]:
         for label, group in groups.items()
     ]
     return {one.label: one for one in sorted(found, key=lambda one: one.ready)}
+
+
+def _bucket_name(label: str) -> str:
+    """'ring bucket 0' on a rank that sends is 'bucket 0' on one that only meets its leader in shared memory."""
+    return label[label.rfind("bucket ") :] if "bucket " in label else label
 
 
 def last_to_be_ready(label: str, buckets: Mapping[int, Mapping[str, Bucket]]) -> tuple[int, int]:
