@@ -76,7 +76,10 @@ def probe(
             rows: list[dict[str, Any]] = []
             for group, on in _worlds(backends, plan):
                 rows += _measure(group, chosen, repeats, on, run.logs, port, here, quiet=as_json)
-            summary = {**summarise(rows, workers=workers), "marks": marks_beside(plan)}
+            summary = {
+                **summarise(rows, workers=workers, hosts=plan.hosts, link=plan.link),
+                "marks": marks_beside(plan),
+            }
             if here is None or here.is_first:
                 run.write_summary(summary)
     if here is not None and not here.is_first:

@@ -221,5 +221,5 @@ def _is_probe_for(probe: RunFolder, run: RunFolder) -> bool:
     if any(own.get(key) != asked.get(key) for key in ("processor", "cores")):
         return False
     plan = run.plan()
-    about = (plan.workers, getattr(plan, "hosts", None) or 1, getattr(plan, "link", None))
+    about = (plan.workers, plan.hosts, plan.link)
     return about == (summary.get("workers"), summary.get("hosts", 1), summary.get("link"))
