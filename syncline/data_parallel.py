@@ -31,7 +31,7 @@ from syncline.comm.torch_backend import adopt, connect
 from syncline.errors import PlanError, UsageError
 from syncline.launcher.environment import placement_from_environment
 from syncline.launcher.meeting import find_meeting
-from syncline.plan import parse_plan
+from syncline.plan import IN_ONE_PROCESS, parse_plan
 from syncline.resolve import choose_method
 from syncline.spans import EventLog
 from syncline.sync import make_sync
@@ -85,6 +85,11 @@ class DataParallel(nn.Module):
         self.log = log or EventLog(keep=False)
         self.communicator = instrumented(_join(process_group, deadline_s), self.log, deadline_s=deadline_s)
         self.method, self.reason = _choose(method, module, self.communicator)
+        if self.method == IN_ONE_PROCESS:
+            raise PlanError(
+                f"method {IN_ONE_PROCESS} has no processes to average over.",
+                action="Take another method; for replicas on threads use `syncline train --method data-parallel`.",
+            )
         if find_unused_parameters and self.method != "ddp":
             options.setdefault("unused", "zero")
         # Refuses what the method does not take; what auto takes is fine whatever it chose.

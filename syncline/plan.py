@@ -30,9 +30,12 @@ METHODS = {
     "halving-doubling": "bucketed, each bucket by recursive halving and doubling",
     "shared-memory": "ranks of one host average in memory that they share; nothing is sent",
     "hierarchical": "shared memory within each host, bucketed between one leader of each",
+    "data-parallel": "one process, a replica of the model on a thread for each worker; DataParallel on GPUs",
     "mpi": "bucketed over MPI, started through mpiexec",
     "auto": "shared-memory where all ranks are on one host, bucketed otherwise",
 }
+IN_ONE_PROCESS = "data-parallel"
+"""The method whose workers are threads of one rank."""
 _BUCKETED = ("bucket_cap_mb", "transfer_dtype", "groups", "overlap", "unused")
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "ddp": ("bucket_cap_mb",),
@@ -306,7 +309,7 @@ class Plan(Section):
             raise ValueError(f"workers {self.workers} cannot be spread evenly over hosts {self.hosts}.")
         if self.link is not None and self.hosts == 1:
             raise ValueError("link is the rate between emulated hosts: give hosts too.")
-        if self.hosts > 1 and self.method in ("mpi", "shared-memory"):
+        if self.hosts > 1 and self.method in ("mpi", "shared-memory", IN_ONE_PROCESS):
             raise ValueError(f"method {self.method} is for ranks of one host, but hosts is {self.hosts}.")
         if self.global_batch < self.workers:
             raise ValueError(
@@ -358,6 +361,10 @@ class Plan(Section):
         name = f"{path.parent.name}/{path.name}" if path.name == "compute.json" else path.name
         return f"replayed from {name}" if kind == "replay" else f"stated in {name}"
 
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.method == IN_ONE_PROCESS else self.workers
+
     def replace(self, **changes: Any) -> Plan:
         """A new, checked plan with some keys changed. Another recipe brings its own optimiser settings."""
         kept = self.model_dump(exclude_none=True)
@@ -372,6 +379,8 @@ class Plan(Section):
 
     def options_for(self, method: str) -> dict[str, Any]:
         """The options that this method takes, for comparisons of several methods under one plan."""
+        if method == IN_ONE_PROCESS:
+            return {"replicas": self.workers}
         given = self.options.model_dump(exclude_none=True)
         return {name: value for name, value in given.items() if name in METHOD_OPTIONS.get(method, ())}
 

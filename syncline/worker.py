@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -35,9 +36,10 @@ from syncline.launcher.machine import keep_freed_memory
 from syncline.launcher.meeting import find_meeting
 from syncline.measure.certify import Certifier
 from syncline.measure.compare import Comparison, contenders
+from syncline.measure.load import LoadMeter
 from syncline.measure.probe import run_probe
-from syncline.measure.statistics import timing
-from syncline.plan import IN_FILES, Plan, load_plan
+from syncline.measure.statistics import counted, timing
+from syncline.plan import IN_FILES, IN_ONE_PROCESS, Plan, load_plan
 from syncline.report.display import Display
 from syncline.resolve import resolve
 from syncline.spans import EventLog
@@ -97,7 +99,10 @@ def compare(plan: Plan, run: RunFolder, methods: Sequence[str], quiet: bool) -> 
         _calibrate(rank, run, batches)
         entries = contenders(methods, threads=plan.threads or 1, cores=cores())
         parts = (rank.communicator, batches, rank.device, rank.log, display)
-        return Comparison(plan, entries, *parts).run()
+        meter = LoadMeter()
+        rows = Comparison(plan, entries, *parts).run()
+        others = meter.others(rank.communicator)
+        return [{**row, "other_load": others} for row in rows]
 
 
 def probe(
@@ -124,6 +129,14 @@ def certify(plan: Plan, methods: Sequence[str], models: Sequence[str], quiet: bo
     return rows
 
 
+def call(plan: Plan, name: str) -> list[dict[str, Any]]:
+    """A rank's part in a study's experiment: `module:function`, called with the joined rank; rows from rank 0."""
+    module, _, attribute = name.partition(":")
+    function: Callable[[Rank], list[dict[str, Any]]] = getattr(importlib.import_module(module), attribute)
+    with _joined(plan, None) as rank:
+        return function(rank)
+
+
 def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifier:
     world_size = rank.communicator.world_size
     # One more than divides by the world size: uneven shards on purpose.
@@ -148,7 +161,7 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
     plan = rank.plan
     batches = _batches(rank)
     model = make_model(plan, rank.device, batches.task)
-    sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, plan.workers)
+    sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, plan.num_ranks)
     if not plan.replayed:
         check_fit(plan.model, model, batches.task, sharding, plan.steps or sharding.steps_per_epoch)
     if not resume:
@@ -163,9 +176,11 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
         checkpoints = None if plan.replayed else run.checkpoints
         watch_steps = StepWatch(rank.log, plan.profile, run.path / "profile")
         loop = Loop(plan, worker, sharding, rank.communicator, display, checkpoints, watch_steps, run.keeper)
+        meter = LoadMeter()
         progress, seconds = loop.run(resume=resume)
+        others = meter.others(rank.communicator)
     note_memory(rank.log, model, sync)
-    summary = _summary(plan, batches, model, progress, seconds)
+    summary = {"other_load": others} | _summary(plan, batches, model, progress, seconds)
     if rank.number != 0:
         return None
     run.write_summary(summary)
@@ -216,6 +231,7 @@ def _summary(
         "timed_steps": len(seconds),
         "step": asdict(measured) if measured else None,
         **(batches.task.throughput(plan.global_batch, measured.median_s) if measured else {}),
+        "seconds": counted(seconds, warmup=plan.measure.warmup, window=plan.measure.window),
         "losses": progress.loss_lines,
         "epochs": progress.epochs,
         "weights_sha256": None if plan.replayed else _digest(model),
@@ -249,7 +265,7 @@ def _batches(rank: Rank, plan: Plan | None = None) -> Batches:
         inner = ImageBatches(images, seed=plan.seed, device=device, channels_last=plan.channels_last)
     if not plan.loaders:
         return inner
-    shard_size = -(-plan.global_batch // plan.workers)
+    shard_size = -(-plan.global_batch // plan.num_ranks)
     batches = AheadBatches(inner, num_loaders=plan.loaders, shard_size=shard_size, device=rank.device)
     rank.at_end.callback(batches.close)
     return batches
@@ -306,9 +322,9 @@ def _placement(plan: Plan) -> Placement:
     place = placement_from_environment()
     if place is None:
         raise PlanError("no launcher gave this process a rank.", action="Start it with `syncline train` or torchrun.")
-    if place.world_size != plan.workers:
+    if place.world_size != plan.num_ranks:
         raise PlanError(
-            f"the plan says workers = {plan.workers}, but {place.launcher} started {place.world_size}.",
+            f"the plan needs {plan.num_ranks} ranks, but {place.launcher} started {place.world_size}.",
             action="Make them equal.",
         )
     return place
@@ -324,7 +340,7 @@ def _device(plan: Plan, place: Placement) -> torch.device:
 
 
 def _backend(plan: Plan, place: Placement) -> Communicator:
-    if plan.method == "single":
+    if plan.num_ranks == 1 and plan.method in ("single", IN_ONE_PROCESS):
         return ThreadCommunicator(ThreadWorld(1, deadline_s=plan.deadline_s), 0)
     deadline = timedelta(seconds=plan.deadline_s)
     if plan.method == "mpi":

@@ -91,8 +91,8 @@ def runs_on_threads(method: str) -> bool:
     return True
 
 
-MANY_WORKERS = [method for method in CLASSES if method not in ("single", "mpi")]
-"""Methods that average over ranks that torch starts; mpi has ranks and tests of its own."""
+MANY_WORKERS = [method for method in CLASSES if method not in ("single", "mpi", "data-parallel")]
+"""Methods that average over ranks that torch starts; mpi and data-parallel have tests of their own."""
 ON_THREADS = [method for method in MANY_WORKERS if runs_on_threads(method)]
 
 

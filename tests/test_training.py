@@ -112,7 +112,7 @@ def test_torchrun_trains_the_same_plan_to_the_same_weights(plan_file: Path, cli:
 def test_plan_for_another_number_of_workers_is_refused_under_torchrun(plan_file: Path, tmp_path: Path) -> None:
     done = torchrun(1, plan_file, "--run-dir", "run", cwd=tmp_path)
     assert done.returncode != 0
-    assert "syncline: the plan says workers = 2, but torchrun started 1." in done.stderr
+    assert "syncline: the plan needs 2 ranks, but torchrun started 1." in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from syncline.cli import options
 from syncline.cli.nodes import Where, kept, marks_beside, run_folder
 from syncline.errors import PlanError
 from syncline.launcher.nodes import JOIN_TIMEOUT_S
-from syncline.plan import METHODS, Plan, load_plan
+from syncline.plan import IN_ONE_PROCESS, METHODS, Plan, load_plan
 from syncline.report.tables import comparison_table
 
 IN_ONE_WORLD = [name for name in METHODS if name not in ("auto", "mpi")]
@@ -55,7 +56,7 @@ def compare(
         "model": model, "data": data, "data_dir": str(data_dir) if data_dir else None, "workers": workers,
         "threads": threads, "global_batch": global_batch, "steps": steps, "measure.warmup": warmup, "seed": seed,
         "compute": compute,
-        "method": next((name for name in names if name != "single"), "single"), **options.parse_settings(settings),
+        "method": leading(names), **options.parse_settings(settings),
     }  # fmt: skip
     given = load_plan(plan, where.plan_flags(flags))
     names = _without_single(names) if given.replayed else names
@@ -86,6 +87,12 @@ def compare(
         options.print_json({"run": str(run.path), **summary})
     else:
         _show(chosen, rows, summary["marks"], str(run.path))
+
+
+def leading(names: Sequence[str]) -> str:
+    """The method that decides how many ranks the world has: one that sends, where there is one."""
+    alone = ("single", IN_ONE_PROCESS)
+    return next((name for name in names if name not in alone), names[-1])
 
 
 def method_names(text: str) -> list[str]:

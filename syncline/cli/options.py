@@ -130,7 +130,7 @@ def on_ranks(
     if plan.method == "mpi":
         return run_ranks_mpi(function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads)[0]
     results = run_ranks(
-        function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads,
+        function, args, workers=plan.num_ranks, log_dir=log_dir, threads=plan.threads,
         preload=PRELOAD, port=port, max_restarts=max_restarts,
     )  # fmt: skip
     return results[0]

@@ -9,10 +9,10 @@ import typer
 from syncline.cli import options
 from syncline.cli.compare import IN_ONE_WORLD, method_names
 from syncline.errors import PlanError
-from syncline.plan import METHOD_OPTIONS, load_plan
+from syncline.plan import IN_ONE_PROCESS, METHOD_OPTIONS, load_plan
 from syncline.report.tables import certificate_table
 
-SENDING = [name for name in IN_ONE_WORLD if name != "single"]
+SENDING = [name for name in IN_ONE_WORLD if name not in ("single", IN_ONE_PROCESS)]
 
 
 def verify(
@@ -36,9 +36,10 @@ def verify(
     names = method_names(methods)
     if transfer_dtype:
         names = [name for name in names if "transfer_dtype" in METHOD_OPTIONS.get(name, ())]
-    if not names or "single" in names:
+    if not names or set(names) & {"single", IN_ONE_PROCESS}:
         raise PlanError(
-            "there is nothing to certify: single sends nothing, and not all methods have 16-bit transfers."
+            f"there is nothing to certify: single and {IN_ONE_PROCESS} send nothing, and not all methods have 16-bit "
+            "transfers."
         )
     flags = {"threads": threads, "seed": seed, "options.transfer_dtype": transfer_dtype}
     rows: list[dict[str, Any]] = []

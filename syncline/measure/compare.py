@@ -14,7 +14,7 @@ import torch
 from syncline.comm.communicator import Communicator
 from syncline.comm.counters import StepTraffic
 from syncline.measure.statistics import spread, timing
-from syncline.plan import Plan
+from syncline.plan import IN_ONE_PROCESS, Plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 from syncline.train.delays import delays_of
@@ -45,7 +45,7 @@ class Contender:
     @property
     def alone(self) -> bool:
         """Rank 0 takes the whole batch while the others wait."""
-        return self.method == BASELINE
+        return self.method in (BASELINE, IN_ONE_PROCESS)
 
 
 def contenders(methods: Sequence[str], *, threads: int, cores: int) -> list[Contender]:
@@ -173,10 +173,11 @@ def compare_rows(
         row: dict[str, Any] = {
             "label": entry.label,
             "method": entry.method,
-            "workers": 1 if entry.alone else plan.workers,
+            "workers": 1 if entry.method == BASELINE else plan.workers,
             "threads": entry.threads,
             "step": asdict(measured),
             **task.throughput(plan.global_batch, measured.median_s),
+            "seconds": list(times[plan.measure.warmup :]),
             "loss": None if plan.replayed else loss,
         }
         if BASELINE in by_label:

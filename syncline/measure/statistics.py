@@ -20,16 +20,21 @@ class Timing:
 
 def timing(seconds: Sequence[float], *, warmup: int, window: int | None = None) -> Timing | None:
     """Statistics of the steps after the warm-up, at most `window` of them; None if no step is left."""
-    counted = list(seconds[warmup:]) if window is None else list(seconds[warmup : warmup + window])
-    if not counted:
+    left = counted(seconds, warmup=warmup, window=window)
+    if not left:
         return None
     return Timing(
-        median_s=statistics.median(counted),
-        mean_s=statistics.fmean(counted),
-        spread_s=spread(counted),
-        counted=len(counted),
+        median_s=statistics.median(left),
+        mean_s=statistics.fmean(left),
+        spread_s=spread(left),
+        counted=len(left),
         warmup=warmup,
     )
+
+
+def counted(seconds: Sequence[float], *, warmup: int, window: int | None = None) -> list[float]:
+    """The steps after the warm-up, at most `window` of them."""
+    return list(seconds[warmup:] if window is None else seconds[warmup : warmup + window])
 
 
 def spread(values: Sequence[float]) -> float:

@@ -16,6 +16,7 @@ from syncline.sync.ddp import DDP
 from syncline.sync.gather_scatter import GatherScatter
 from syncline.sync.hierarchical import Hierarchical
 from syncline.sync.point_to_point import PointToPoint
+from syncline.sync.replicas import Replicated
 from syncline.sync.shared_memory import SharedMemory
 from syncline.sync.single import Single
 
@@ -30,6 +31,7 @@ CLASSES: dict[str, type[GradientSync]] = {
     "bucketed": Bucketed,
     "shared-memory": SharedMemory,
     "hierarchical": Hierarchical,
+    "data-parallel": Replicated,
     "ring": Bucketed,
     "tree": Bucketed,
     "halving-doubling": Bucketed,
