@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from helpers import on_threads, small_batches
 from torch import Tensor, nn
 
 from syncline.comm import Communicator
+from syncline.launcher.local import run_ranks
+from syncline.plan import Plan
 from syncline.spans import EventLog, read_log
-from syncline.store import RunFolder
+from syncline.store import RunFolder, create_run
 from syncline.sync import make_sync
 from syncline.train import calibrate as module
 from syncline.train.calibrate import (
@@ -148,26 +152,45 @@ def test_median_of_nothing_is_nothing() -> None:
     assert median_of([None, 3.0, math.nan, 1.0]) == 2.0
 
 
+def digests(plans: list[Plan], folder: str, user_folder: str) -> list[str]:
+    """A rank's part: the same training with and without calibration, in one world."""
+    from syncline import worker
+    from syncline.comm.torch_backend import connect
+    from syncline.launcher.environment import placement_from_environment
+
+    place = placement_from_environment()
+    assert place is not None
+    sys.path.insert(0, user_folder)
+    world = connect(backend="gloo", rank=place.rank, world_size=place.world_size, deadline=timedelta(seconds=60))
+    found = []
+    for plan in plans:
+        number = plan.measure.calibration
+        run = RunFolder(Path(folder) / f"run-{number}")
+        with worker._joined(plan, run.path / "events", world.split(str(number))) as rank:
+            summary = worker._train(rank, run, resume=False, quiet=True)
+        found.append(summary["weights_sha256"] if summary else "")
+    world.close()
+    return found
+
+
 def test_calibrated_run_learns_the_same_and_can_be_replayed(cli: Cli, tmp_path: Path, user_folder: Path) -> None:
     """Batch norm and dropout: random numbers are drawn, buffers change, and nothing of it is left."""
-    arguments = ("train", "--model", "user_model:Net", "--data", "synthetic", "--workers", 2, "--global-batch", 12)
-    arguments = (*arguments, "--method", "ddp", "--steps", 3, "--set", "evaluate=false", "--json")
-    summaries = []
-    for number in (0, 2):
-        done = cli(
-            *arguments, "--run-dir", f"run-{number}", "--set", f"measure.calibration={number}",
-            PYTHONPATH=f"{user_folder}:{Path(__file__).parents[1]}",
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        summaries.append(json.loads(done.stdout))
-    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]
+    common = {"model": "user_model:Net", "data": "synthetic", "workers": 2, "threads": 1, "global_batch": 12}
+    plans = [
+        Plan(**common, method="ddp", steps=3, evaluate=False, measure={"calibration": number})  # type: ignore[arg-type]
+        for number in (0, 2)
+    ]
     work = tmp_path / "work"
+    for plan in plans:
+        create_run(work / f"run-{plan.measure.calibration}", kind="train", plan=plan, label="")
+    arguments = (plans, str(work), str(user_folder))
+    without, calibrated = run_ranks(digests, arguments, workers=2, log_dir=tmp_path / "logs", threads=1)[0]
+    assert without == calibrated
     assert not (work / "run-0" / "compute.json").exists()
     for rank in range(2):
         records = read_log(RunFolder(work / "run-2").events(rank))
         assert sum(record["kind"] == "calibration" for record in records) == 2
         assert [record["step"] for record in records if record["kind"] == "step"] == [0, 1, 2]
-    assert cli("train", "--compute", "replay:run-0").returncode == 2
     done = cli("train", "--compute", "replay:run-2", "--workers", 3, "--steps", 2, "--run-dir", "again", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["compute"] == "replayed from run-2"
