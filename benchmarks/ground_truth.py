@@ -131,7 +131,9 @@ def main() -> None:
     verdicts = []
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
+            print(f"{case.name} …", file=sys.stderr, flush=True)
             rows, passed = compared(case, measured(case, given.steps, Path(folder)))
+            print("\n".join(rows), file=sys.stderr, flush=True)
         lines += rows
         verdicts.append(passed)
     rate = f"{LINK_MBIT} Mbit/s between two emulated hosts, {given.steps} steps, means"
