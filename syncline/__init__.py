@@ -14,6 +14,7 @@ _HOME = {
     "EventLog": "syncline.spans",
     "ShardedBatchSampler": "syncline.workload.sharding",
     "Sharding": "syncline.workload.sharding",
+    "convert_sync_batch_norm": "syncline.data_parallel",
     "launch": "syncline.launcher.local",
     "record": "syncline.recording",
 }

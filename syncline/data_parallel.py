@@ -36,9 +36,11 @@ from syncline.resolve import choose_method
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 from syncline.sync.base import broadcast_state
+from syncline.sync.batch_norm import Policy, attach, refuse_shared_channel
 from syncline.sync.ddp import DDP
 from syncline.sync.flat import FlatSync
 from syncline.sync.hooks import CommHook
+from syncline.sync.sync_batch_norm import Statistics, SyncBatchNorm, synchronise_batch_norm
 
 REFUSED = {
     "init_sync": "every rank always starts with rank 0's parameters",
@@ -65,6 +67,7 @@ class DataParallel(nn.Module):
         method: str = "auto",
         *,
         process_group: dist.ProcessGroup | None = None,
+        batch_norm: Policy | None = None,
         broadcast_buffers: bool = False,
         forward_sync_buffers: bool | None = None,
         find_unused_parameters: bool = False,
@@ -75,7 +78,10 @@ class DataParallel(nn.Module):
         log: EventLog | None = None,
         **options: Any,
     ) -> None:
-        """For scripts written for torch's class, `find_unused_parameters` is taken as `unused="zero"`, and
+        """`batch_norm` is local (statistics of the own batch), broadcast (rank 0's buffers before each forward) or
+        sync (statistics over all ranks' batches); ddp does broadcast if nothing is said, the other methods do local.
+
+        For scripts written for torch's class, `find_unused_parameters` is taken as `unused="zero"`, and
         `gradient_as_bucket_view`, `static_graph` and `device_ids` are taken and change nothing."""
         super().__init__()
         for name in options.keys() & REFUSED.keys():
@@ -100,12 +106,17 @@ class DataParallel(nn.Module):
         self.module = module
         # torch's own class pays for a log even where nobody reads it; syncline.record gives it one later.
         unread = self.log.off and self.method == "ddp"
+        options["batch_norm"] = batch_norm
         self.sync = make_sync(self.method, self.communicator, log=None if unread else self.log, **options)
-        self._attached = [self.sync.attach(module)]  # in a list, or it would be registered as a second submodule
+        synchronised = batch_norm if batch_norm == "sync" else None
+        # In a list, or it would be registered as a second submodule.
+        self._attached = [attach(self.sync, module, synchronised)]
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
         # The first is what older versions of torch call the second.
         self._broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        if batch_norm is not None:
+            self._broadcast_buffers = batch_norm == "broadcast" and self.method != "ddp"
         self._ends_backward = False
         self._accumulates = False
         self._uneven: _Join | None = None
@@ -157,6 +168,11 @@ class DataParallel(nn.Module):
         A rank that is done takes part with zero gradients until all are, and ends with the others' parameters. As
         with torch's class, the mean is over the whole world.
         """
+        if any(isinstance(layer, SyncBatchNorm) for layer in self.module.modules()):
+            raise PlanError(
+                "join cannot stand in for a rank in statistics over all ranks' batches.",
+                action='Take batch_norm = "local", or give every rank the same number of batches.',
+            )
         if isinstance(self.sync, DDP):
             with self._attached[0].join():  # type: ignore[operator]
                 yield
@@ -200,6 +216,19 @@ class DataParallel(nn.Module):
         with self.communicator.scope("buffers"):
             for name, buffer in self.module.named_buffers():
                 self.communicator.broadcast(buffer, root=root, label=name)
+
+
+def convert_sync_batch_norm(
+    module: nn.Module, process_group: dist.ProcessGroup | None = None, *, deadline_s: float = 120.0
+) -> nn.Module:
+    """`module` with batch norm over all ranks' batches, on CPU as on GPU: for use with torch's own
+    DistributedDataParallel and other wrappers. In place, but for a module that is itself a batch norm. Collective."""
+    communicator = instrumented(_join(process_group, deadline_s), EventLog(keep=False), deadline_s=deadline_s)
+    if communicator.world_size == 1:
+        return module
+    channel = communicator.split("batch norm")
+    refuse_shared_channel(communicator, channel)
+    return synchronise_batch_norm(module, Statistics(channel))
 
 
 def _without_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:

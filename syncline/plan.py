@@ -51,6 +51,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
 """The options that each method takes; the others take none."""
 MODELS = {
     "vgg11": "VGG-11 for 32x32 images with batch norm, 9,231,114 parameters",
+    "vgg11-quarter": "VGG-11 with a quarter of the channels, 579,786 parameters",
     "vgg16": "VGG-16 for 224x224 images, 138,357,544 parameters",
     "resnet18": "ResNet-18 for 32x32 images, 11,173,962 parameters",
     "resnet18-imagenet": "ResNet-18 for 224x224 images, 11,689,512 parameters",
@@ -214,6 +215,11 @@ class Plan(Section):
     """Compute threads per worker; cores / workers if absent."""
     global_batch: int = Field(256, ge=1)
     """Samples per step over all workers."""
+    accumulate: int = Field(1, ge=1)
+    """Parts in which each worker takes its share of a batch; their gradients are added up before they travel."""
+    batch_norm: Literal["local", "broadcast", "sync"] | None = None
+    """Statistics of each rank's own share, the same with rank 0's buffers, or of the global batch. The method's own
+    if absent: broadcast for ddp, local for the others."""
     steps: int | None = Field(None, ge=1)
     """Steps to train. Give this or epochs, not both."""
     epochs: int | None = Field(None, ge=1)
@@ -311,6 +317,11 @@ class Plan(Section):
             raise ValueError("link is the rate between emulated hosts: give hosts too.")
         if self.hosts > 1 and self.method in ("mpi", "shared-memory", IN_ONE_PROCESS):
             raise ValueError(f"method {self.method} is for ranks of one host, but hosts is {self.hosts}.")
+        if self.accumulate > 1 and self.global_batch < self.workers * self.accumulate:
+            raise ValueError(
+                f"global_batch {self.global_batch} is smaller than workers {self.workers} x accumulate "
+                f"{self.accumulate}: every part needs at least one sample."
+            )
         if self.global_batch < self.workers:
             raise ValueError(
                 f"global_batch {self.global_batch} is smaller than workers {self.workers}: "
@@ -344,6 +355,10 @@ class Plan(Section):
                 raise ValueError(
                     f"{key} makes no sense with compute {self.compute!r}, which learns nothing: drop it."
                 )
+        if self.batch_norm == "sync" or self.accumulate > 1:
+            raise ValueError(
+                f"compute {self.compute!r} has no parts and no batch norm: drop accumulate and batch_norm."
+            )
         if self.device != "cpu":
             raise ValueError("replayed compute sleeps on the cpu: take device cpu.")
 

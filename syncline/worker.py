@@ -45,6 +45,7 @@ from syncline.resolve import resolve
 from syncline.spans import EventLog
 from syncline.store import RunFolder, create_run, resumable_run
 from syncline.sync import make_sync
+from syncline.sync.batch_norm import attach
 from syncline.sync.bucketed import WIRE_DTYPES
 from syncline.train.calibrate import calibrate, gather_times
 from syncline.train.checkpoint import Progress
@@ -142,7 +143,7 @@ def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifi
     # One more than divides by the world size: uneven shards on purpose.
     sharding = Sharding(1000, 4 * world_size + 1, plan.seed, rank.number, world_size)
     rank.log.method = method
-    options = plan.options_for(method)
+    options = {"batch_norm": plan.batch_norm, **plan.options_for(method)}
     wire = options.get("transfer_dtype")
     exact = {name: value for name, value in options.items() if name != "transfer_dtype"}
     return Certifier(
@@ -154,6 +155,7 @@ def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifi
         batches=batches,
         sharding=sharding,
         log=rank.log,
+        batch_norm=plan.batch_norm,
     )
 
 
@@ -163,15 +165,16 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
     model = make_model(plan, rank.device, batches.task)
     sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, plan.num_ranks)
     if not plan.replayed:
-        check_fit(plan.model, model, batches.task, sharding, plan.steps or sharding.steps_per_epoch)
+        check_fit(plan, model, batches.task, sharding, plan.steps or sharding.steps_per_epoch)
     if not resume:
         _calibrate(rank, run, batches)
     torch.manual_seed(_rank_seed(plan.seed, rank.number))
     rank.log.method = plan.method
-    sync = make_sync(plan.method, rank.communicator, log=rank.log, **plan.options_for(plan.method))
-    optimizer, smoothing = make_optimizer(plan, model), plan.optimizer.label_smoothing
-    delays = delays_of(plan, rank.number)
-    worker = Worker(model, sync.attach(model), sync, optimizer, batches, rank.log, smoothing, delays)
+    options = {"batch_norm": plan.batch_norm, **plan.options_for(plan.method)}
+    sync = make_sync(plan.method, rank.communicator, log=rank.log, **options)
+    module = attach(sync, model, plan.batch_norm)
+    settings = (plan.optimizer.label_smoothing, delays_of(plan, rank.number), plan.accumulate)
+    worker = Worker(model, module, sync, make_optimizer(plan, model), batches, rank.log, *settings)
     with Display(rank=rank.number, quiet=quiet, counted=batches.task.unit) as display:
         checkpoints = None if plan.replayed else run.checkpoints
         watch_steps = StepWatch(rank.log, plan.profile, run.path / "profile")

@@ -32,8 +32,8 @@ VERBS = {
         *("--warmup", "--seed", "--compute", "--set", "--run-dir", *PLACE, "--port", "--json", "--help"),
     ],
     "verify": [
-        *("--workers", "--methods", "--models", "--transfer-dtype", "--threads", "--seed", "--port", "--json"),
-        "--help",
+        *("--workers", "--methods", "--models", "--transfer-dtype", "--batch-norm", "--threads", "--seed", "--port"),
+        *("--json", "--help"),
     ],
     "explain": ["--step", "--method", "--probe", "--json", "--help"],
     "probe": [

@@ -35,6 +35,7 @@ def test_vgg11_has_the_layers_of_the_course() -> None:
 
 PARAMETERS = {
     "vgg11": 9_231_114,
+    "vgg11-quarter": 579_786,
     "vgg16": 138_357_544,
     "resnet18": 11_173_962,
     "resnet18-imagenet": 11_689_512,

@@ -22,6 +22,9 @@ def verify(
     transfer_dtype: Annotated[
         str | None, typer.Option(help="Certify 16-bit transfers, bf16 or fp16, of the methods that have them.")
     ] = None,
+    batch_norm: Annotated[
+        str | None, typer.Option(help="Batch norm across ranks: local, broadcast or sync; default the method's.")
+    ] = None,
     threads: options.Threads = None,
     seed: options.Seed = None,
     port: options.Port = 0,
@@ -41,7 +44,7 @@ def verify(
             f"there is nothing to certify: single and {IN_ONE_PROCESS} send nothing, and not all methods have 16-bit "
             "transfers."
         )
-    flags = {"threads": threads, "seed": seed, "options.transfer_dtype": transfer_dtype}
+    flags = {"threads": threads, "seed": seed, "options.transfer_dtype": transfer_dtype, "batch_norm": batch_norm}
     rows: list[dict[str, Any]] = []
     for world_size in _world_sizes(workers):
         rows += _certify({**flags, "workers": world_size}, names, models.split(","), port, quiet=as_json)

@@ -7,16 +7,19 @@ Two references, from identical weights at each step:
 
 A asks whether the method averages right. Gradients that equal A's to the bit are certified as such. The only other
 excuse is the order of summation: each element must lie within (n-1) u sum|g_i| of the exact sum (u the unit
-round-off), and the mean adds one more rounding where n is no power of two.
+round-off), and the mean adds two more roundings where n is no power of two.
 
 B asks whether data-parallel training is what one worker would do. It is, except where a layer looks at more than one
 sample (batch norm) or draws random numbers (dropout). Such a cause is proven by turning it off: then B must agree.
+With batch norm over the global batch there is no such excuse; no shard can be run by itself then, and A runs them
+side by side as threads of one process.
 
 The batch is uneven on purpose: one sample more than divides by n, so that a method that weighs ranks equally shows.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -24,18 +27,22 @@ import torch
 from torch import Tensor, nn
 
 from syncline.comm.communicator import Communicator
+from syncline.comm.threads import run_threads
 from syncline.measure.verdict import Verdict, judge_close, judge_sum, worst
 from syncline.spans import EventLog
 from syncline.sync.base import GradientSync, broadcast_state
+from syncline.sync.batch_norm import Policy, attach
 from syncline.sync.mean import mean_in_rank_order
+from syncline.sync.sync_batch_norm import Statistics, synchronise_batch_norm
 from syncline.train.step import Worker, gradient_step
 from syncline.workload.batches import Batches
 from syncline.workload.sharding import Shard, Sharding
 
 LEARNING_RATE = 0.01
 LOSSY = "lossy transfers"
+STATISTICS = "batch-norm statistics per rank"
 CAUSES: dict[str, type[nn.Module]] = {
-    "batch-norm statistics per rank": nn.modules.batchnorm._BatchNorm,
+    STATISTICS: nn.modules.batchnorm._BatchNorm,
     "dropout masks": nn.modules.dropout._DropoutNd,
 }
 """What makes a split batch differ from a whole one, by the kind of layer that does it."""
@@ -68,16 +75,21 @@ class Certifier:
     make_exact: Callable[[Communicator], GradientSync] | None = None
     """The same method without lossy transfers, where `make_sync` has them."""
     wire_dtype: torch.dtype | None = None
+    batch_norm: Policy | None = None
     steps: int = 3
 
     def run(self) -> Certificate | None:
         lossy = [LOSSY] if self.make_exact is not None else []
         sequential = self._judged(self._against_sequential, ["dropout masks"])
-        one_worker = self._judged(self._against_one_worker, [*CAUSES, *lossy])
+        one_worker = self._judged(self._against_one_worker, [*self._causes, *lossy])
         drift = self._drift()
         if self.communicator.rank != 0:
             return None
         return Certificate(sequential, one_worker, drift)
+
+    @property
+    def _causes(self) -> list[str]:
+        return [cause for cause in CAUSES if cause != STATISTICS or self.batch_norm != "sync"]
 
     def _judged(self, compare: Callable[[list[str]], Verdict], causes: list[str]) -> Verdict:
         """Compare; where it differs and the model has layers that may cause it, compare again without them."""
@@ -131,7 +143,7 @@ class Certifier:
     def _worker(self, model: nn.Module, batches: Batches, off: list[str]) -> tuple[nn.Module, Worker]:
         make = self.make_exact if LOSSY in off and self.make_exact is not None else self.make_sync
         sync = make(self.communicator)
-        module = sync.attach(model)
+        module = attach(sync, model, self.batch_norm)
         _turned_off(module, off)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         return model, Worker(model, module, sync, optimizer, batches, self.log)
@@ -156,13 +168,24 @@ class Certifier:
         return parts if self.communicator.rank == 0 else []
 
     def _one_after_the_other(self, reference: nn.Module, step: int) -> list[Tensor]:
-        """Each rank's share of the mean, computed here. The weight is written out again, not taken from Shard."""
-        parts = []
-        for rank in range(self.sharding.world_size):
-            shard = next(replace(self.sharding, rank=rank).epoch(0, step))
-            weight = len(shard.indices) * self.sharding.world_size / shard.num_global
-            parts.append(_gradient(reference, self.batches, shard, weight))
-        return parts
+        """Each rank's share of the mean, computed here."""
+        if self.batch_norm == "sync":
+            return self._side_by_side(reference, step)
+        return [self._share(reference, rank, step) for rank in range(self.sharding.world_size)]
+
+    def _side_by_side(self, reference: nn.Module, step: int) -> list[Tensor]:
+        def on_rank(communicator: Communicator) -> Tensor:
+            model = copy.deepcopy(reference)
+            synchronise_batch_norm(model, Statistics(communicator))
+            return self._share(model, communicator.rank, step)
+
+        return run_threads(self.sharding.world_size, on_rank, deadline_s=self.communicator.deadline_s)
+
+    def _share(self, reference: nn.Module, rank: int, step: int) -> Tensor:
+        """The weight is written out again, not taken from Shard."""
+        shard = next(replace(self.sharding, rank=rank).epoch(0, step))
+        weight = len(shard.indices) * self.sharding.world_size / shard.num_global
+        return _gradient(reference, self.batches, shard, weight)
 
     def _same_on_all(self, answer: bool) -> bool:
         """Rank 0's answer on every rank: only it has something to compare."""

@@ -17,6 +17,7 @@ from syncline.measure.statistics import spread, timing
 from syncline.plan import IN_ONE_PROCESS, Plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync
+from syncline.sync.batch_norm import attach
 from syncline.train.delays import delays_of
 from syncline.train.loop import Observer
 from syncline.train.memory import note_memory
@@ -102,11 +103,13 @@ class Comparison:
         model = make_model(self.plan, self.device, self.batches.task)
         if not entry.alone and not self.plan.replayed:
             sharding = Sharding(self.batches.num_train, self.plan.global_batch, 0, 0, self.communicator.world_size)
-            check_fit(self.plan.model, model, self.batches.task, sharding, self.rounds)
-        sync = make_sync(entry.method, self.communicator, log=self.log, **self.plan.options_for(entry.method))
-        optimizer, smoothing = make_optimizer(self.plan, model), self.plan.optimizer.label_smoothing
+            check_fit(self.plan, model, self.batches.task, sharding, self.rounds)
+        options = {"batch_norm": self.plan.batch_norm, **self.plan.options_for(entry.method)}
+        sync = make_sync(entry.method, self.communicator, log=self.log, **options)
+        module = attach(sync, model, self.plan.batch_norm)
         delays = delays_of(self.plan, self.communicator.rank)
-        return Worker(model, sync.attach(model), sync, optimizer, self.batches, self.log, smoothing, delays)
+        settings = (self.plan.optimizer.label_smoothing, delays, self.plan.accumulate)
+        return Worker(model, module, sync, make_optimizer(self.plan, model), self.batches, self.log, *settings)
 
     def _take_turn(self, entry: Contender, worker: Worker | None, round_index: int) -> None:
         shard = self._shard(entry, round_index)

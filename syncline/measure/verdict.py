@@ -33,14 +33,14 @@ class Verdict:
 def judge_sum(found: Tensor, parts: Sequence[Tensor], wire_dtype: torch.dtype | None = None) -> Verdict:
     """Is `found` the mean of the parts, to the bit or within what the order of summation can do?
 
-    A sum of n numbers in any order errs by at most (n-1) u sum|g_i|. Dividing by n adds a rounding of its own, unless
-    n is a power of two. A 16-bit wire rounds each number at most n times on its way and the result once more, with
-    the wire's unit; such a result is lossy at best.
+    A sum of n numbers in any order errs by at most (n-1) u sum|g_i|. Unless n is a power of two, dividing by n adds a
+    rounding; multiplying by 1/n, as DDP does, adds one more, that of 1/n. A 16-bit wire rounds each number at most n
+    times on its way and the result once more, with the wire's unit; such a result is lossy at best.
     """
     if torch.equal(found, mean_in_rank_order(parts)):
         return Verdict("bitwise", 0.0)
     num_parts = len(parts)
-    roundings = num_parts - 1 if num_parts & (num_parts - 1) == 0 else num_parts
+    roundings = num_parts - 1 if num_parts & (num_parts - 1) == 0 else num_parts + 1
     exact = torch.stack([part.double() for part in parts])
     unit = torch.finfo(found.dtype).eps / 2
     bound = roundings * unit * (1 + 1e-6) * exact.abs().sum(0) / num_parts

@@ -11,6 +11,7 @@ from syncline.errors import PlanError
 from syncline.spans import EventLog
 from syncline.sync.all_reduce import AllReduce
 from syncline.sync.base import GradientSync
+from syncline.sync.batch_norm import Policy
 from syncline.sync.bucketed import Bucketed
 from syncline.sync.ddp import DDP
 from syncline.sync.gather_scatter import GatherScatter
@@ -48,9 +49,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def make_sync(
-    method: str, communicator: Communicator, *, log: EventLog | None = None, **options: Any
+    method: str,
+    communicator: Communicator,
+    *,
+    log: EventLog | None = None,
+    batch_norm: Policy | None = None,
+    **options: Any,
 ) -> GradientSync:
-    """The method by the name that users type, with its options. Collective."""
+    """The method by the name that users type, with its options. Collective.
+
+    What batch norm does is for `batch_norm.attach`; only ddp must know when it is made.
+    """
     if method == "mpi" and not isinstance(communicator.backend, MpiCommunicator | ThreadCommunicator):
         raise PlanError(
             "method mpi needs ranks that mpiexec started, and these were started otherwise.",
@@ -60,6 +69,8 @@ def make_sync(
     given = {**PRESETS.get(method, {}), **options}
     if method in ("ddp", "shared-memory", "hierarchical"):
         given["log"] = log  # their transfers do not pass the communicator
+    if method == "ddp" and batch_norm is not None:
+        given["broadcast_buffers"] = batch_norm == "broadcast"
     sync = CLASSES[method](communicator, **given)
     if log is not None:
         sync.log = log

@@ -40,6 +40,7 @@ class GradientSync(ABC):
         """Where time spent on copying gradients is noted; make_sync puts the rank's own here."""
         self._paused = False
         self._hooks: list[RemovableHandle] = []
+        self._own_channels: list[Communicator] = []
 
     @abstractmethod
     def attach(self, model: nn.Module) -> nn.Module:
@@ -76,6 +77,27 @@ class GradientSync(ABC):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for channel in self._own_channels:
+            channel.close()
+        self._own_channels.clear()
+
+    def own_channel(self, name: str) -> Communicator:
+        """The same ranks on channels beside the gradients', closed by detach. Collective."""
+        channel = self.communicator.split(name)
+        self._own_channels.append(channel)
+        return channel
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """From now on, rank 0's buffers on every rank before each forward in training whose gradients are averaged.
+        After attach."""
+
+        def share(_module: nn.Module, _args: object) -> None:
+            if model.training and torch.is_grad_enabled() and not self._paused:
+                with self.communicator.scope("buffers"):
+                    for name, buffer in model.named_buffers():
+                        self.communicator.broadcast(buffer, label=name)
+
+        self._hooks.append(model.register_forward_pre_hook(share))
 
     def state(self) -> dict[str, Any]:
         """What decides the order of summation; part of a checkpoint."""

@@ -6,9 +6,11 @@ communication hook that does what DDP does without one writes them into the even
 DDP looks at the hook's annotations as objects, so this file does not postpone them.
 """
 
+import inspect
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,6 +26,13 @@ from syncline.spans import EventLog
 from syncline.sync.base import GradientSync
 from syncline.sync.hooks import CommHook
 
+_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in inspect.signature(DistributedDataParallel.__init__).parameters
+)
+"""What torch calls it: newer versions warn at the older name."""
+
 
 class DDP(GradientSync):
     rebuilds_after_first_backward = True
@@ -34,6 +43,7 @@ class DDP(GradientSync):
         *,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
         log: EventLog | None = None,
     ) -> None:
         super().__init__(communicator)
@@ -43,15 +53,18 @@ class DDP(GradientSync):
         self._group = backend.group
         self._bucket_cap_mb = bucket_cap_mb
         self._find_unused_parameters = find_unused_parameters
+        self._broadcast_buffers = broadcast_buffers
         self._log = log
         self._module: DistributedDataParallel | None = None
 
     def attach(self, model: nn.Module) -> nn.Module:
+        buffers: dict[str, Any] = {} if self._broadcast_buffers else {_BUFFERS: False}
         self._module = DistributedDataParallel(
             model,
             process_group=self._group,
             bucket_cap_mb=self._bucket_cap_mb,
             find_unused_parameters=self._find_unused_parameters,
+            **buffers,
         )
         if self._log is not None:
             self.trace(self._log)
@@ -77,6 +90,7 @@ class DDP(GradientSync):
         self._module.register_comm_hook(state, hook)
 
     def detach(self) -> None:
+        super().detach()
         self._module = None
 
     def trace(self, log: EventLog) -> None:

@@ -9,17 +9,22 @@ gradient, the one that a single worker would compute on the whole batch, so all 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from syncline.spans import EventLog
 from syncline.sync import GradientSync
+from syncline.sync.sync_batch_norm import SyncBatchNorm, samples_not_counted
 from syncline.train.delays import NO_DELAYS, Delayed, Delays
 from syncline.workload.batches import Batches
 from syncline.workload.sharding import Shard
+
+Part = tuple[Tensor, Any, Tensor]
+"""Loss, outputs and targets of a part of a shard; no targets for stand-ins."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class Worker:
     log: EventLog
     label_smoothing: float = 0.0
     delays: Delays = NO_DELAYS
+    accumulate: int = 1
+    """Parts in which the shard is taken."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A part of the step in the log; it begins with a pause where the plan injects one."""
@@ -63,12 +70,25 @@ def train_step(worker: Worker, shard: Shard) -> StepResult:
 
 def gradient_step(worker: Worker, shard: Shard) -> StepResult:
     """All of a step but the update: afterwards every .grad is the mean over the global batch."""
+    *first, last = shard.split(worker.accumulate)
+    with worker.sync.no_sync() if first else nullcontext():
+        parts = [_forward_and_backward(worker, part) for part in first]
+    parts.append(_forward_and_backward(worker, last))
+
+    # Methods that overlap have sent most by now; what is left here is the communication that a user pays for.
+    with worker.phase("sync"):
+        worker.sync.finish()
+    with worker.phase("score"):
+        return _result(worker, parts, len(shard.indices))
+
+
+def _forward_and_backward(worker: Worker, shard: Shard) -> Part:
     phase = worker.phase
     empty = len(shard.indices) == 0
     with phase("data"):
         inputs, targets = worker.batches.train(shard)
 
-    with buffers_kept(worker.model, when=empty):
+    with standing_in(worker.model, when=empty):
         with phase("forward"):
             outputs = worker.module(inputs)
             loss = worker.batches.task.loss(outputs, targets, label_smoothing=worker.label_smoothing)
@@ -76,26 +96,43 @@ def gradient_step(worker: Worker, shard: Shard) -> StepResult:
         # The weight makes the average over ranks the mean over the global batch, also where shards are uneven.
         with phase("backward"):
             (loss * shard.weight).backward()
+    return (loss.detach(), outputs, targets[:0] if empty else targets)
 
-    # Methods that overlap have sent most by now; what is left here is the communication that a user pays for.
-    with phase("sync"):
-        worker.sync.finish()
 
-    if empty:
-        return StepResult(0.0, 0, 0)
-    with phase("score"):
-        return StepResult(loss.item(), len(targets), worker.batches.task.score_sum(outputs, targets))
+def _result(worker: Worker, parts: list[Part], num_samples: int) -> StepResult:
+    """Read only now: on a GPU, reading a loss waits for all that was queued before it."""
+    counted = [(loss, outputs, targets) for loss, outputs, targets in parts if len(targets)]
+    loss = sum(loss.item() * (len(targets) / num_samples) for loss, _, targets in counted)
+    score = sum(worker.batches.task.score_sum(outputs, targets) for _, outputs, targets in counted)
+    return StepResult(loss, num_samples, score)
 
 
 @contextmanager
-def buffers_kept(model: nn.Module, *, when: bool = True) -> Iterator[None]:
-    """Undo what happens to the buffers inside: a stand-in batch must not leave a trace in batch norm."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()] if when else []
+def standing_in(model: nn.Module, *, when: bool) -> Iterator[None]:
+    """A stand-in batch leaves no trace in batch norm: local buffers are put back, and statistics over the global
+    batch, which go on without it, do not count it."""
+    if not when:
+        yield
+        return
+    layers = [layer for layer in model.modules() if not isinstance(layer, SyncBatchNorm)]
+    local = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+    with _kept(local), samples_not_counted(model):
+        yield
+
+
+def buffers_kept(model: nn.Module) -> AbstractContextManager[None]:
+    """Undo what happens to the buffers inside."""
+    return _kept(list(model.buffers()))
+
+
+@contextmanager
+def _kept(tensors: list[Tensor]) -> Iterator[None]:
+    before = [tensor.clone() for tensor in tensors]
     try:
         yield
     finally:
-        for buffer, value in kept:
-            buffer.copy_(value)
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
 
 
 def discarded_backward(worker: Worker, shard: Shard) -> None:

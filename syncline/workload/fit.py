@@ -7,11 +7,14 @@ after its start.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.func import functional_call
 
 from syncline.errors import PlanError
+from syncline.plan import Plan
 from syncline.workload.models import BUILDERS
 from syncline.workload.sharding import Sharding
 from syncline.workload.tasks import Task
@@ -20,16 +23,22 @@ ENOUGH = 2
 """Samples that satisfy batch norm, whatever the layer."""
 
 
-def check_fit(name: str, model: nn.Module, task: Task, sharding: Sharding, num_steps: int) -> None:
+def check_fit(plan: Plan, model: nn.Module, task: Task, sharding: Sharding, num_steps: int) -> None:
     """Refuse inputs that a built-in model cannot take, and a batch that is too small for a model's batch norm."""
+    name = plan.model
     if name in BUILDERS:
         cause = _refusal(model, task, ENOUGH)
         if cause:
             size = "x".join(map(str, task.input_shape))
             raise PlanError(f"model {name} cannot take inputs of {size}: {cause}.", action=_larger(task))
+    given = f"global batch {sharding.global_batch} on {sharding.world_size} workers"
+    if plan.accumulate > 1:
+        given += f" in {plan.accumulate} parts"
+    # What batch norm sees at a time: a part of a shard; with statistics over the global batch, a part of that.
+    ranks = 1 if plan.batch_norm == "sync" else sharding.world_size
+    sharding = replace(sharding, rank=0, world_size=ranks * plan.accumulate)
     if smallest_shard(sharding, num_steps) >= ENOUGH or not _has_batch_norm(model) or not _refusal(model, task, 1):
         return
-    given = f"global batch {sharding.global_batch} on {sharding.world_size} workers"
     full = min(size for size in sharding.shard_sizes(0) if size) < ENOUGH
     where = "leaves a worker" if full else f"leaves a worker, in the last step of an epoch of {sharding.num_samples},"
     raise PlanError(

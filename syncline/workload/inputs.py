@@ -26,6 +26,7 @@ TEXT = Usual("tokens", 128, 30_522)
 
 USUAL = {
     "vgg11": CIFAR,
+    "vgg11-quarter": CIFAR,
     "vgg16": IMAGENET,
     "resnet18": CIFAR,
     "resnet18-imagenet": IMAGENET,

@@ -12,7 +12,7 @@ a shard's mean loss by its `weight`:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -38,6 +38,10 @@ class Shard:
     def weight(self) -> float:
         """Factor for the shard's mean loss; 0 for an empty shard, whose mean does not exist."""
         return len(self.indices) * self.world_size / self.num_global
+
+    def split(self, count: int) -> list[Shard]:
+        """In `count` parts, the first ones larger by at most one sample; their weights add up to the whole's."""
+        return [replace(self, indices=part) for part in np.array_split(self.indices, count)]
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from syncline.workload.models.bert import bert_base, bert_small
 from syncline.workload.models.inception import InceptionV3
 from syncline.workload.models.resnet import resnet18, resnet18_imagenet, resnet50
 from syncline.workload.models.small import cnn, mlp
-from syncline.workload.models.vgg import VGG11, VGG16
+from syncline.workload.models.vgg import VGG11, VGG16, vgg11_quarter
 from syncline.workload.tasks import Task, classification, masked_language
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "vgg11": VGG11,
+    "vgg11-quarter": vgg11_quarter,
     "vgg16": VGG16,
     "resnet18": resnet18,
     "resnet18-imagenet": resnet18_imagenet,
