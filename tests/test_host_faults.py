@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import SYNCLINE, USER_MODEL, cli_environment, session_members, wait_until
+from conftest import SYNCLINE, USER_MODEL, cli_environment, command_line, living_pids, uses, wait_until
 
 from syncline.launcher.emulation import EmulatedCluster, HostProcess
 from syncline.store import RunFolder
@@ -118,26 +118,38 @@ def test_emulated_hosts_train_to_the_weights_of_one_machine(workplace: Path, unt
     ]
 
 
-def test_ctrl_c_ends_all_emulated_hosts(workplace: Path, tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "run")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_emulated_hosts_end_with_the_command_and_leave_nothing(number: int, workplace: Path, tmp_path: Path) -> None:
+    run, scratch = RunFolder(tmp_path / "run"), tmp_path / "scratch"
+    scratch.mkdir()
     command = [str(SYNCLINE), "train", *PLAN, "--hosts", "2", "--run-dir", str(run.path)]
     with subprocess.Popen(
-        command, env=environment(workplace, SLOW="0.1"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        cwd=workplace, start_new_session=True,
+        command, env=environment(workplace, SLOW="0.1", TMPDIR=str(scratch)), stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE, text=True, cwd=workplace, start_new_session=True,
     ) as process:  # fmt: skip
         try:
             wait_until(lambda: run.checkpoint_step() or process.poll() is not None, 90, "a checkpoint")
-            os.killpg(process.pid, signal.SIGINT)
+            os.killpg(process.pid, number)
             _, errors = process.communicate(timeout=30)
         finally:
             process.kill()
+    wait_until(lambda: not users_of(run.path), 10, "every process gone")
+    assert list(scratch.iterdir()) == []
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+        return
     assert process.returncode == 130, errors
     said = [line for line in errors.splitlines() if not line.startswith("Warning: ")]
     assert len(said) == 1, errors
     assert said[0].startswith("syncline: Stopped by Ctrl-C on host host0; every rank has ended.")
     assert said[0].endswith(f"with: syncline train --resume {run.path}")
     assert run.info()["status"] == "stopped"
-    wait_until(lambda: not session_members(process.pid), 10, "every process gone")
+
+
+def users_of(folder: Path) -> list[int]:
+    """Living processes that were started for this run: by what they were told, or what they have open."""
+    told = [pid for pid in living_pids() if str(folder) in command_line(pid)]
+    return [*told, *(pid for pid in living_pids() if uses(pid, folder))]
 
 
 def test_host_that_dies_and_link_that_is_cut_leave_the_weights_as_they_would_be(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-import typer
-
+from syncline.cli import Told
 from syncline.cli.nodes import EMULATED_VARIABLE
 from syncline.errors import HostError
 from syncline.launcher.emulation.cluster import EmulatedCluster
@@ -29,6 +28,7 @@ _PORT = 29500
 _LOOK_SECONDS = 0.05
 _END_SECONDS = 20.0
 DEFAULT_LINK = "1gbit"
+_MEMORY_OF_HOST = "/dev/shm"
 _SMALL_MODEL_BYTES = 4e6
 
 
@@ -40,34 +40,32 @@ def on_emulated_hosts(
     links = parse_links(plan.link or DEFAULT_LINK, plan.hosts)
     needed = check_memory(hosts=plan.hosts, ranks=plan.workers, weights_bytes=_weights_bytes(plan))
     print(needed, file=sys.stderr if "--json" in arguments else sys.stdout, flush=True)
+    # The plan has no name in the file system, and hosts keep temporary files in a memory of their own: whatever ends
+    # this process, nothing is left.
     with (
         signals_noted() as noted,
-        tempfile.TemporaryDirectory(prefix="syncline-hosts-") as folder,
+        tempfile.TemporaryFile("w") as planned,
         EmulatedCluster(plan.hosts, links) as cluster,
     ):
-        (Path(folder) / "plan.toml").write_text(plan.to_toml())
-        what = ["--resume", str(resume)] if resume else [str(Path(folder) / "plan.toml")] if takes_plan else []
+        planned.write(plan.to_toml())
+        planned.flush()
+        what = ["--resume", str(resume)] if resume else ["/dev/stdin"] if takes_plan else []
         command = [sys.executable, "-P", "-c", "from syncline.cli import main; main()", verb, *what, *arguments]
         checked = json.dumps(measure_links(cluster).as_dict())
-        environment = {**os.environ, EMULATED_VARIABLE: "1", LINK_VARIABLE: checked}
-        with contextlib.ExitStack() as files:
-            logs = [None, *(files.enter_context(_log(Path(folder), host)) for host in range(1, plan.hosts))]
-            nodes = [_start(cluster, host, command, environment, log) for host, log in enumerate(logs)]
-            code = _watch(cluster, nodes, noted)
-    raise typer.Exit(code)
+        extra = {EMULATED_VARIABLE: "1", LINK_VARIABLE: checked, "TMPDIR": _MEMORY_OF_HOST}
+        nodes = [_start(cluster, host, command, {**os.environ, **extra}, planned) for host in range(plan.hosts)]
+        code = _watch(cluster, nodes, noted)
+    raise Told(code)
 
 
 def _start(
-    cluster: EmulatedCluster, host: int, command: list[str], environment: dict[str, str], log: IO[bytes] | None
+    cluster: EmulatedCluster, host: int, command: list[str], environment: dict[str, str], planned: IO[str]
 ) -> HostProcess:
     """Node 0 has the terminal. The others end with the same words, so theirs are dropped."""
     place = ["--nodes", str(cluster.num_hosts), "--node-rank", str(host)]
     place += ["--rendezvous", f"{cluster.address(0)}:{_PORT}"]
-    return cluster.popen(host, [*command, *place], env=environment, stdout=log, stderr=log)
-
-
-def _log(folder: Path, host: int) -> IO[bytes]:
-    return (folder / f"node-{host}.log").open("wb")
+    output = None if host == 0 else subprocess.DEVNULL
+    return cluster.popen(host, [*command, *place], env=environment, stdin=planned, stdout=output, stderr=output)
 
 
 def _weights_bytes(plan: Plan) -> float:

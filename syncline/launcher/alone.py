@@ -46,6 +46,9 @@ class Alone:
     def all_finished(self) -> bool:
         return True
 
+    def close(self) -> None:
+        self._store = None
+
 
 def make_store(listener: socket.socket) -> TCPStore:
     """A store on a socket that was bound by us."""

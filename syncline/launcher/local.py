@@ -92,7 +92,10 @@ def run_ranks(
         from syncline.launcher.alone import Alone
 
         director = Alone(listener, port, noted, max_restarts)
-        return run_task(task, Place(0, 1, workers, LOOPBACK), director, noted, max_restarts)
+        try:
+            return run_task(task, Place(0, 1, workers, LOOPBACK), director, noted, max_restarts)
+        finally:
+            director.close()
 
 
 def start_fork_server(preload: Sequence[str] = ()) -> None:
@@ -192,7 +195,10 @@ def run_task(task: Task, place: Place, director: Director, noted: list[int], max
         error = job.result()
     raise_if_interrupted(noted)
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            error = None  # or this frame and the error would keep each other, and all that is open, alive
     return [taken(result_path(folder, place.first_rank + local)) for local in range(place.ranks_here)]
 
 
