@@ -137,6 +137,7 @@ def test_hosts_with_their_own_clocks_state_the_interval(tmp_path: Path) -> None:
 def test_words_of_the_command_line(cli: Cli, tmp_path: Path) -> None:
     assert_refused(cli("explain"), "there is no run")
     make_run(tmp_path / "work" / "runs" / "mine")
+    create_run(tmp_path / "work" / "runs" / "probed", kind="probe", plan=Plan(), label="x")  # has no steps
     document = one_document(cli("explain", "--json"))
     assert [one["method"] for one in document["methods"]] == ["bucketed"]
     shown = cli("explain", "runs/mine")

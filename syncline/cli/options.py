@@ -17,7 +17,7 @@ from syncline.launcher.local import oversubscription, run_ranks, start_fork_serv
 from syncline.launcher.mpi import run_ranks_mpi
 from syncline.launcher.nodes import JoinedNode
 from syncline.plan import Plan
-from syncline.store import RunFolder
+from syncline.store import RunFolder, list_runs, open_run
 from syncline.units import format_bytes
 
 Model = Annotated[str | None, typer.Option(help="See `syncline models`, or your own as module:callable.")]
@@ -88,6 +88,12 @@ def resolved(plan: Plan, *, quiet: bool, on_node: bool = False) -> Plan:
     if warning and not plan.replayed:
         print(warning, file=sys.stderr)
     return plan
+
+
+def run_with_steps(path: Path | None) -> RunFolder:
+    """The run at a path, or the last one that takes steps: a probe has none."""
+    runs = [run for run in list_runs() if run.info().get("kind") != "probe"] if path is None else []
+    return runs[-1] if runs else open_run(path)
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from syncline.cli import options
 from syncline.errors import PlanError
-from syncline.store import RunFolder, list_runs, open_run, write_atomic
+from syncline.store import write_atomic
 
 
 def trace(
@@ -29,7 +30,7 @@ def trace(
     from syncline.report.trace import chrome_trace
 
     first, last = _steps(steps)
-    folder = open_run(run) if run is not None else _last_with_events()
+    folder = options.run_with_steps(run)
     events = read_events(folder.path)
     for problem in events.problems:
         print(f"note: {problem}", file=sys.stderr)
@@ -43,12 +44,6 @@ def trace(
         raise PlanError(f"cannot write {output}: {error.strerror}.", action="Choose another --output.") from error
     name, count = document["otherData"]["method"], "1 step" if len(shown) == 1 else f"{len(shown)} steps"
     print(f"{count} of {name} in {output}; open it in ui.perfetto.dev or chrome://tracing")
-
-
-def _last_with_events() -> RunFolder:
-    """The last run that trains: a probe has no steps."""
-    runs = [run for run in list_runs() if run.info().get("kind") != "probe"]
-    return runs[-1] if runs else open_run(None)
 
 
 def _steps(text: str | None) -> tuple[int, int | None]:
