@@ -52,6 +52,13 @@ def test_last_batch_of_an_epoch_counts_if_the_run_meets_it() -> None:
     check_fit(Plan(model="my:model"), model, task, Sharding(101, 12, 0, 0, 2), 9)
 
 
+def test_so_few_samples_that_no_batch_fits_are_said_to_be_too_few() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3), nn.BatchNorm1d(3))
+    plan = Plan(model="my:model", global_batch=3, workers=3)
+    with pytest.raises(PlanError, match=r"Take fewer workers: 4 samples are too few"):
+        check_fit(plan, model, classification(3, (3, 4, 4)), Sharding(4, 3, 0, 0, 3), 5)
+
+
 @pytest.mark.parametrize("name", ["vgg11", "resnet18", "vgg16", "cnn", "bert-small"])
 def test_one_sample_is_fine_where_there_are_rows_and_columns_or_no_batch_norm(name: str) -> None:
     fits(name, 10, 2, 2)

@@ -43,7 +43,7 @@ def check_fit(plan: Plan, model: nn.Module, task: Task, sharding: Sharding, num_
     where = "leaves a worker" if full else f"leaves a worker, in the last step of an epoch of {sharding.num_samples},"
     raise PlanError(
         f"{given} {where} with 1 sample, and batch norm in model {name} needs at least {ENOUGH} per worker.",
-        action=f"Take a global batch of {_next_that_fits(sharding, num_steps)}.",
+        action=_next_that_fits(sharding, num_steps),
     )
 
 
@@ -53,14 +53,12 @@ def smallest_shard(sharding: Sharding, num_steps: int) -> int:
     return min(size for step in steps for size in sharding.shard_sizes(step) if size)
 
 
-def _next_that_fits(sharding: Sharding, num_steps: int) -> int:
+def _next_that_fits(sharding: Sharding, num_steps: int) -> str:
     """The next larger global batch that leaves no worker with one sample; the run is taken to be as long."""
-    batch = sharding.global_batch
-    while True:
-        batch += 1
-        larger = Sharding(sharding.num_samples, batch, sharding.seed, 0, sharding.world_size)
-        if smallest_shard(larger, num_steps) >= ENOUGH or batch > sharding.num_samples:
-            return batch
+    for batch in range(sharding.global_batch + 1, sharding.num_samples + 1):
+        if smallest_shard(replace(sharding, global_batch=batch), num_steps) >= ENOUGH:
+            return f"Take a global batch of {batch}."
+    return f"Take fewer workers: {sharding.num_samples} samples are too few for so many."
 
 
 def _has_batch_norm(model: nn.Module) -> bool:
