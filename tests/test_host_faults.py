@@ -20,7 +20,7 @@ from syncline.store import RunFolder
 
 PLAN = (
     *("--model", "user_model:Net", "--data", "synthetic", "--threads", "1", "--global-batch", "20", "--steps", "40"),
-    *("--set", "checkpoint.every=4", "--set", "evaluate=false", "--set", "deadline_s=6"),
+    *("--set", "checkpoint.every=4", "--set", "evaluate=false", "--set", "deadline_s=10"),
 )
 
 
@@ -63,7 +63,8 @@ class Node:
         with self.log.open("ab") as log:
             self.process: HostProcess = cluster.popen(
                 host, [SYNCLINE, "train", *PLAN, *place, *arguments, "--run-dir", str(run.path)],
-                env=environment(workplace, **extra), cwd=workplace, stdout=subprocess.DEVNULL, stderr=log,
+                env=environment(workplace, TMPDIR="/dev/shm", **extra), cwd=workplace,
+                stdout=subprocess.DEVNULL, stderr=log,
             )  # fmt: skip
 
     @property
@@ -171,7 +172,7 @@ def test_host_that_dies_and_link_that_is_cut_leave_the_weights_as_they_would_be(
     cluster.restore(1)
     assert first.process.wait(60) == 0, first.errors
     assert second.process.wait(30) == 0, second.errors
-    assert "host host1 (node 1, 10.0.0.2) is lost: nothing was heard from it for 6 s." in first.errors
+    assert "host host1 (node 1, 10.0.0.2) is lost: nothing was heard from it for 10 s." in first.errors
     summary = run.summary()
     assert summary is not None
     assert summary["weights_sha256"] == untroubled
@@ -184,7 +185,7 @@ def test_cut_link_is_named_on_both_sides(cluster: EmulatedCluster, workplace: Pa
     wait_for_step(run, 4, *nodes)
     cluster.cut(1)
     ends = [node.end() for node in nodes]
-    assert ends[0] == (1, "syncline: host host1 (node 1, 10.0.0.2) is lost: nothing was heard from it for 6 s.")
+    assert ends[0] == (1, "syncline: host host1 (node 1, 10.0.0.2) is lost: nothing was heard from it for 10 s.")
     assert ends[1][0] == 1
     assert ends[1][1].startswith("syncline: the rendezvous, host host0 (node 0, 10.0.0.1), is lost"), ends[1]
     assert run.info()["status"] == "failed"

@@ -196,7 +196,7 @@ class Agent(LocalElasticAgent):
         forget_outcomes(self._log_dir, self._ranks())
         earlier = set(multiprocessing.active_children())
         try:
-            with _main_module_hidden():
+            with main_module_hidden():
                 pids = super()._start_workers(worker_group)
         except BaseException:
             for process in set(multiprocessing.active_children()) - earlier:
@@ -296,7 +296,7 @@ def _log_to(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _main_module_hidden() -> Iterator[None]:
+def main_module_hidden() -> Iterator[None]:
     """Keep ranks from running the user's script again: what they need of it comes by value with the task.
 
     So a script needs no `if __name__ == "__main__"` guard, and a rank does not repeat its slow imports.

@@ -120,6 +120,16 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
             os.environ["PYTHONSAFEPATH"] = safe_path
 
 
+def wait_for_fork_server() -> None:
+    """Returns when it has loaded what it preloads, and can fork a rank at once."""
+    from syncline.launcher.agent import main_module_hidden
+
+    first = multiprocessing.get_context("forkserver").Process(target=os.getpid, daemon=True)
+    with main_module_hidden():
+        first.start()
+    first.join()
+
+
 def cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

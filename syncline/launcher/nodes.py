@@ -29,6 +29,7 @@ from syncline.launcher.local import (
     run_task,
     signals_noted,
     start_fork_server,
+    wait_for_fork_server,
 )
 from syncline.launcher.route import Route, find_route
 
@@ -102,6 +103,7 @@ class JoinedNode:
         with signals_noted() as noted, log_folder(log_dir, ranks) as folder:
             self.member.noted = noted
             start_fork_server(preload)
+            wait_for_fork_server()  # all nodes' ranks start at once only if no node still loads torch
             payload = packed(function, tuple(args))
             task = make_task(payload, threads, folder, temporary=False, environment=self._environment())
             try:
