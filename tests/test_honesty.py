@@ -39,7 +39,9 @@ def test_one_host_has_no_link_to_check() -> None:
     ],
 )
 def test_link_below_nine_tenths_of_its_rate_is_said(measured: list[float], note: str) -> None:
-    assert LinkCheck([1e9, 1e9], measured).note == note
+    check = LinkCheck([1e9, 1e9], measured)
+    assert check.note == note
+    assert check.line == (note or "links carried 910 Mbit/s to 950 Mbit/s when all hosts sent at once")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from syncline.cli import options
-from syncline.cli.nodes import Where, kept, marks_beside, run_folder
+from syncline.cli.nodes import Where, kept, link_check, marks_beside, run_folder
 from syncline.errors import PlanError
 from syncline.launcher.nodes import JOIN_TIMEOUT_S
 from syncline.plan import IN_ONE_PROCESS, METHODS, Plan, load_plan
@@ -79,6 +79,7 @@ def compare(
             rows = options.on_ranks(worker.compare, task, chosen, run.logs, port, here=here)
             summary: dict[str, Any] = {"workers": chosen.workers, "compute": chosen.compute_note}
             summary |= {"global_batch": chosen.global_batch, "rows": rows, "marks": marks_beside(chosen)}
+            summary["link"] = link_check()
             if here is None or here.is_first:
                 run.write_summary(summary)
     if here is not None and not here.is_first:

@@ -23,6 +23,7 @@ from syncline.launcher.emulation.links import parse_links
 from syncline.launcher.emulation.process import HostProcess
 from syncline.launcher.local import signals_noted
 from syncline.plan import MODELS, Plan
+from syncline.units import format_seconds
 
 _PORT = 29500
 _LOOK_SECONDS = 0.05
@@ -39,7 +40,9 @@ def on_emulated_hosts(
     that are not in the plan, or all of them if it takes none."""
     links = parse_links(plan.link or DEFAULT_LINK, plan.hosts)
     needed = check_memory(hosts=plan.hosts, ranks=plan.workers, weights_bytes=_weights_bytes(plan))
-    print(needed, file=sys.stderr if "--json" in arguments else sys.stdout, flush=True)
+    out = sys.stderr if "--json" in arguments else sys.stdout
+    print(needed, file=out, flush=True)
+    begin = time.monotonic()
     # The plan has no name in the file system, and hosts keep temporary files in a memory of their own: whatever ends
     # this process, nothing is left.
     with (
@@ -51,8 +54,10 @@ def on_emulated_hosts(
         planned.flush()
         what = ["--resume", str(resume)] if resume else ["/dev/stdin"] if takes_plan else []
         command = [sys.executable, "-P", "-c", "from syncline.cli import main; main()", verb, *what, *arguments]
-        checked = json.dumps(measure_links(cluster).as_dict())
-        extra = {EMULATED_VARIABLE: "1", LINK_VARIABLE: checked, "TMPDIR": _MEMORY_OF_HOST}
+        up = format_seconds(time.monotonic() - begin)
+        check = measure_links(cluster)
+        print(f"{plan.hosts} hosts up in {up}; {check.line}", file=out, flush=True)
+        extra = {EMULATED_VARIABLE: "1", LINK_VARIABLE: json.dumps(check.as_dict()), "TMPDIR": _MEMORY_OF_HOST}
         nodes = [_start(cluster, host, command, {**os.environ, **extra}, planned) for host in range(plan.hosts)]
         code = _watch(cluster, nodes, noted)
     raise Told(code)

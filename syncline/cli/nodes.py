@@ -97,11 +97,18 @@ def marks_beside(plan: Plan) -> list[str]:
     """What must stand beside a result of emulated hosts; nothing elsewhere."""
     if not is_emulated():
         return []
-    from syncline.launcher.emulation.honesty import LINK_VARIABLE, marks
+    from syncline.launcher.emulation.honesty import marks
 
-    link = json.loads(os.environ.get(LINK_VARIABLE, "null"))
     threads = plan.threads or 1
-    return marks(ranks=plan.workers, threads=threads, cores=cores(), replayed=plan.replayed, link=link)
+    return marks(ranks=plan.workers, threads=threads, cores=cores(), replayed=plan.replayed, link=link_check())
+
+
+def link_check() -> dict[str, Any] | None:
+    """What the emulated links were asked for and what they carried (see LinkCheck); None elsewhere."""
+    from syncline.launcher.emulation.honesty import LINK_VARIABLE
+
+    found: dict[str, Any] | None = json.loads(os.environ.get(LINK_VARIABLE, "null"))
+    return found if is_emulated() else None
 
 
 @contextlib.contextmanager

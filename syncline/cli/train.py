@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from syncline.cli import options
-from syncline.cli.nodes import Where, is_emulated, kept, marks_beside, run_folder
+from syncline.cli.nodes import Where, is_emulated, kept, link_check, marks_beside, run_folder
 from syncline.errors import Interrupted, RunFolderError
 from syncline.launcher.nodes import JOIN_TIMEOUT_S, JoinedNode
 from syncline.plan import Plan, load_plan
@@ -84,7 +84,7 @@ def train(
         run = run_folder(here, run_dir, old, kind="train", plan=chosen, label=label)
         summary = _run(run, chosen, here, resume=resume, port=port, quiet=as_json)
         if summary is not None:
-            summary["marks"] = marks_beside(chosen)
+            summary["marks"], summary["link"] = marks_beside(chosen), link_check()
             run.write_summary(summary)
     if summary is not None:
         _show(run, summary, as_json=as_json)

@@ -49,6 +49,12 @@ class LinkCheck:
             f"{format_bit_rate(self.asked[worst])} when all hosts sent at once: this machine cannot carry more"
         )
 
+    @property
+    def line(self) -> str:
+        """For the terminal: the slowest and the fastest link; or the note, if there is one."""
+        rates = dict.fromkeys(format_bit_rate(rate) for rate in (min(self.measured), max(self.measured)))
+        return self.note or f"links carried {' to '.join(rates)} when all hosts sent at once"
+
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "note": self.note}
 
@@ -101,7 +107,10 @@ def check_memory(*, hosts: int, ranks: int, weights_bytes: float) -> str:
             f"{format_bytes(there)} are available.",
             action="Take fewer hosts or workers.",
         )
-    return f"{hosts} emulated hosts, {ranks} ranks: about {format_bytes(needed)} of {format_bytes(there)} memory"
+    return (
+        f"{hosts} emulated hosts, {ranks} ranks: about {format_bytes(needed)} of {format_bytes(there)} memory, "
+        "activations aside"
+    )
 
 
 def available_bytes(table: Path = Path("/proc/meminfo")) -> float:
