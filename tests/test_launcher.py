@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 
 import syncline
 from syncline.errors import DataError, RankFailed, UsageError
+from syncline.launcher import watch
 from syncline.launcher.local import cores, default_threads, oversubscription, run_ranks
 
 PROGRAM = Path(programs.__file__)
@@ -284,3 +286,13 @@ def test_threads_fill_the_cores() -> None:
     assert default_threads(10 * cores()) == 1
     assert oversubscription(1, cores()) is None
     assert "share" in (oversubscription(2, cores()) or "")
+
+
+@pytest.mark.parametrize("number", [-359377216, 0, int(signal.SIGCHLD)])
+def test_what_python_makes_of_an_interrupted_wait_is_no_signal(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen when a run was stopped and continued from outside (SIGSTOP, SIGCONT)."""
+    found = types.SimpleNamespace(si_signo=number, si_pid=1)
+    monkeypatch.setattr(signal, "sigtimedwait", lambda signals, seconds: found)
+    assert watch._next_signal({signal.SIGTERM}) is None
+    found.si_signo = int(signal.SIGTERM)
+    assert watch._next_signal({signal.SIGTERM}) == (signal.SIGTERM, 1)

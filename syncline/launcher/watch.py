@@ -145,7 +145,8 @@ def _next_signal(signals: set[signal.Signals]) -> tuple[int, int] | None:
     """The next stop signal and its sender's pid, or None after a while without one."""
     if hasattr(signal, "sigtimedwait"):
         info = signal.sigtimedwait(signals, _LOOK_EVERY_SECONDS)
-        return None if info is None else (info.si_signo, info.si_pid)
+        # Python returns uninitialised memory where SIGCONT interrupts the wait after its time is up.
+        return (info.si_signo, info.si_pid) if info is not None and info.si_signo in signals else None
     time.sleep(_LOOK_EVERY_SECONDS)
     pending = signals & signal.sigpending()
     return (signal.sigwait(pending), 0) if pending else None
