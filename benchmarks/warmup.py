@@ -36,6 +36,7 @@ def trained(chosen: argparse.Namespace, warmup: str, seed: int) -> dict[str, Any
             "optimizer.warmup_epochs": chosen.warmup_epochs,
             "optimizer.learning_rate": chosen.learning_rate,
             "deadline_s": 7200,
+            "measure.calibration": 0,
         }
         command = [sys.executable, "-c", "from syncline.cli import main; main()", "train", "--method", "single"]
         command += ["--model", "vgg11-quarter", "--data", chosen.data, "--recipe", "large-batch", "--seed", str(seed)]
