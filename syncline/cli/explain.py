@@ -25,12 +25,12 @@ def explain(
 
     The parts of a step add up to it; waiting is charged to the rank that was last.
     """
+    found = options.run_with_steps(run)
     # Here, because the schedules that bytes are reckoned from load torch.
     from syncline.measure.explain import explain as explain_run
     from syncline.measure.explain import explain_step
     from syncline.report.explain import show_explanation, show_step
 
-    found = options.run_with_steps(run)
     if step is None:
         whole = explain_run(found, method=method, probe=_probe(probe))
         options.print_json(whole.as_document()) if as_json else show_explanation(whole)
