@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 from conftest import Cli
 
+from syncline.cli.trace import trace
+from syncline.errors import PlanError
 from syncline.measure.events import Events, Phase, RankInfo, RankStep, Step, Transfer
+from syncline.measure.explain import explain
+from syncline.report.explain import show_explanation
 from syncline.report.trace import chrome_trace
+from syncline.store import RunFolder
 
 REQUIRED = {"X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}, "M": {"name", "ph", "pid", "tid", "args"}}
 METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
@@ -107,25 +112,31 @@ def test_only_the_steps_that_were_asked_for() -> None:
 
 
 @pytest.mark.parametrize("method", ["point-to-point", "shared-memory"])
-def test_trace_of_a_real_run(method: str, cli: Cli, tmp_path: Path) -> None:
+def test_trace_and_resources_of_a_real_run(
+    method: str, cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ("--model", "mlp", "--data", "synthetic", "--steps", 3, "--set", "evaluate=false", "--method", method)
-    assert cli("train", *arguments).returncode == 0
-    done = cli("trace", "--steps", "1:2", "-o", "mine.json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"2 steps of {method} in mine.json")
-    document = json.loads((tmp_path / "work" / "mine.json").read_text())
+    assert cli("train", *arguments, "--run-dir", "run").returncode == 0
+    run, written = RunFolder(tmp_path / "work" / "run"), tmp_path / "mine.json"
+    trace(run.path, written, None, "1:2")
+    assert capsys.readouterr().out.startswith(f"2 steps of {method} in {written}")
+    document = json.loads(written.read_text())
     assert_valid(document)
     for rank in range(2):
         assert [name for name, *_ in slices(document, rank, "step")] == ["step 1", "step 2"]
         assert {"forward", "backward", "sync", "update"} <= {name for name, *_ in slices(document, rank, "phase")}
         assert slices(document, rank, "wire")
-    explained = json.loads(cli("explain", "--json").stdout)["methods"][0]
-    assert [rank["agrees"] for rank in explained["bandwidth"]["ranks"]] == [True, True]
-    assert [rank["peak_resident_bytes"] > 0 for rank in explained["memory"]] == [True, True]
-    shown = cli("explain").stdout
+    with pytest.raises(PlanError, match="no finished step"):
+        trace(run.path, tmp_path / "other.json", None, "7")
+    with pytest.raises(PlanError, match="no steps of 'ring'"):
+        trace(run.path, tmp_path / "other.json", "ring", None)
+    assert not (tmp_path / "other.json").exists()
+
+    found = explain(run)
+    assert found.methods[0].bandwidth is not None
+    assert [one.agrees for one in found.methods[0].bandwidth.ranks] == [True, True]
+    assert [one.peak_resident_bytes > 0 for one in found.methods[0].memory] == [True, True]
+    show_explanation(found)
+    shown = capsys.readouterr().out
     assert [word for word in ("bytes a step", "of the link", "peak resident") if word not in shown] == []
     assert "WARNING" not in shown
-    refused = cli("trace", "--steps", "7")
-    assert refused.returncode == 2
-    assert "no finished step" in refused.stderr
-    assert "no steps of 'ring'" in cli("trace", "--method", "ring").stderr
