@@ -41,6 +41,12 @@ VERBS = {
         "--help",
     ],
     "trace": ["--output", "--method", "--steps", "--help"],
+    "lab": ["--quick", "--hosts", "--link", "--no-answers", "--out", "--fresh", "--help"],
+    "scale": [
+        *("--method", "--workers", "--strong", "--model", "--data", "--batch", "--threads", "--steps", "--hosts"),
+        *("--link", "--set", "--out", "--help"),
+    ],
+    "report": ["--out", "--no-answers", "--help"],
     "launch": ["--workers", "--threads", "--log-dir", "--port", "--help"],
     "methods": ["--json", "--help"],
     "models": ["--json", "--help"],

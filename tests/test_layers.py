@@ -25,6 +25,7 @@ STAGES = (
     "measure",
     "predict",
     "tune",
+    "study",
     "report",
 )
 ROOTS = ("worker", "resolve", "data_parallel", "recording", "cli", "__init__", "__main__")

@@ -12,6 +12,7 @@ from syncline.cli.compare import compare
 from syncline.cli.data import data
 from syncline.cli.doctor import doctor
 from syncline.cli.explain import explain
+from syncline.cli.lab import lab, report, scale
 from syncline.cli.launch import launch
 from syncline.cli.models import models
 from syncline.cli.probe import probe
@@ -29,7 +30,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for verb in (train, compare, verify, explain, probe, trace, launch, methods, models, schedule, runs, data, doctor):
+VERBS = (
+    train, compare, verify, explain, probe, trace, lab, scale, report, launch, methods, models, schedule, runs, data,
+    doctor,
+)  # fmt: skip
+for verb in VERBS:
     app.command()(verb)
 app.add_typer(cluster, name="cluster")
 

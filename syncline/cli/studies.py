@@ -1,0 +1,311 @@
+"""Running a study: cell by cell, keeping what is finished, saying how far it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from syncline.cli import options
+from syncline.collectives.patterns import PATTERNS, make_schedule
+from syncline.errors import Interrupted, PlanError, RunFolderError, SynclineError, UsageError
+from syncline.launcher.local import cores
+from syncline.measure.events import read_events
+from syncline.plan import Plan
+from syncline.report.page import write_report
+from syncline.report.schedules import schedule_svg
+from syncline.store import RunFolder, create_run, machine, write_atomic
+from syncline.study.cells import Cell, Chosen, Ground, expand
+from syncline.study.contents import answer, study_contents
+from syncline.study.estimate import Estimate, estimate
+from syncline.study.file import Stage, Study
+from syncline.study.results import best_points, is_finished, rows_of
+from syncline.study.rows import Row, matching, pooled
+from syncline.study.timeline import Timeline, timeline_of
+from syncline.units import format_bytes
+
+FORMAT = 1
+
+
+@dataclass
+class StudyRun:
+    """A study in a folder: cells/ holds one run folder for each finished cell."""
+
+    study: Study
+    folder: Path
+    ground: Ground
+    quick: bool
+    command: str
+    """What a reader types to get the same."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
+
+    @property
+    def cell_folder(self) -> Path:
+        return self.folder / "cells"
+
+    def stages(self) -> list[Stage]:
+        return [stage for stage in self.study.stage if not (self.quick and stage.quick.skip)]
+
+    def run(self) -> None:
+        """All cells that are not finished yet. What cannot run here is noted with its reason."""
+        planned = [cell for stage in self.stages() for cell in self._cells(stage)]
+        guesses = {cell.name: estimate(cell) for cell in planned}
+        self._announce(planned, guesses)
+        clock = _Clock(planned, guesses)
+        for stage in self.stages():
+            for cell in self._cells(stage, self._best(stage)):
+                self._take(cell, clock)
+        for stage in self.study.stage:
+            if self.quick and stage.quick.skip:
+                self.skipped[stage.name] = stage.quick.skip
+        self.rows = pooled(self.rows)
+
+    def _cells(self, stage: Stage, best: Chosen | None = None) -> list[Cell]:
+        recorded = None
+        if stage.replay is not None and self.rows:
+            there = [row for row in self.rows if row.stage == stage.replay]
+            recorded = {
+                (row.point["model"], row.point["global_batch"] // row.workers): str(row.runs[0]) for row in there
+            }
+        return expand(self.study, stage, self.ground, quick=self.quick, best=best, recorded=recorded)
+
+    def check(self) -> None:
+        """Expand everything once, so that a wrong file is refused before anything is written."""
+        for stage in self.study.stage:
+            self._cells(stage)
+
+    def collect(self) -> None:
+        """The rows of all finished cells, without running any."""
+        for stage in self.stages():
+            for cell in self._cells(stage, self._best(stage)):
+                if is_finished(self.cell_folder / cell.name):
+                    self._keep(cell)
+                else:
+                    self.skipped[cell.name] = "not finished"
+        self.rows = pooled(self.rows)
+
+    def answer(self) -> str:
+        return answer(self.study.answer, self.study.answer_stage, [], self.rows)
+
+    def _timelines(self) -> list[Timeline]:
+        """One typical step of each method that a timeline figure names."""
+        found = []
+        for spec in self.study.figure:
+            if spec.kind == "timeline":
+                for row in matching(self.rows, spec.stage, spec.where):
+                    drawn = timeline_of(read_events(row.runs[0]), row.method, warmup=1)
+                    found += [drawn] if drawn is not None else []
+        return found
+
+    def _schedules(self) -> list[tuple[str, str]]:
+        if not any(spec.kind == "schedules" for spec in self.study.figure):
+            return []
+        return [(f"{name} on 4 ranks", schedule_svg(make_schedule(name, 4))) for name in PATTERNS]
+
+    def report(self, folder: Path, *, answers: bool) -> Path:
+        contents = study_contents(
+            self.study,
+            self.rows,
+            machine(),
+            answers=answers,
+            skipped=list(self.skipped.items()),
+            repeat=self.command,
+            plans=[(cell.name, cell.plan.to_toml()) for cell in self.cells],
+            quick=self.quick,
+            timelines=self._timelines(),
+            schedules=self._schedules(),
+        )
+        return write_report(contents, folder)
+
+    def _announce(self, planned: Sequence[Cell], guesses: dict[str, Estimate]) -> None:
+        left = [cell for cell in planned if not is_finished(self.cell_folder / cell.name)]
+        seconds = sum(guesses[cell.name].seconds for cell in left)
+        memory = max((guesses[cell.name].memory_bytes for cell in left), default=0)
+        kept = f", {len(planned) - len(left)} finished earlier and kept" if len(left) < len(planned) else ""
+        print(f"{self.study.title}\n{len(planned)} cells{kept}; {self.folder}")
+        if left:
+            print(f"estimate: {_minutes(seconds)}, up to {format_bytes(memory)} of memory", flush=True)
+
+    def _best(self, stage: Stage) -> Chosen | None:
+        if stage.best_of is None:
+            return None
+        return best_points(stage, pooled([row for row in self.rows if row.stage == stage.best_of.stage]))
+
+    def _take(self, cell: Cell, clock: _Clock) -> None:
+        path = self.cell_folder / cell.name
+        if not is_finished(path):
+            why = estimate(cell).does_not_fit()
+            if why is None:
+                why = self._run_cell(cell, path, clock)
+            if why is not None:
+                self.skipped[cell.name] = why
+                print(f"  skipped {cell.name}: {why}", flush=True)
+                clock.finish(cell, None)
+                return
+        clock.finish(cell, None)
+        self._keep(cell)
+
+    def _keep(self, cell: Cell) -> None:
+        self.cells.append(cell)
+        self.rows += rows_of(cell, self.cell_folder / cell.name)
+
+    def _run_cell(self, cell: Cell, path: Path, clock: _Clock) -> str | None:
+        """Run it; the reason if it cannot run here."""
+        shutil.rmtree(path, ignore_errors=True)  # what a Ctrl-C left of it
+        print(f"[{clock.position(cell)}] {describe_cell(cell)} ...", flush=True)
+        start = time.monotonic()
+        try:
+            run_cell(cell, path)
+        except (Interrupted, KeyboardInterrupt) as error:
+            message = error.message if isinstance(error, Interrupted) else "Stopped by Ctrl-C."
+            action = f"Finished cells are kept; continue with: {self.command}"
+            raise Interrupted(message, action=action) from None
+        except UsageError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            return error.message
+        took = time.monotonic() - start
+        clock.finish(cell, took)
+        print(f"    {took:.0f} s; {clock.left()}", flush=True)
+        return None
+
+
+class _Clock:
+    """How far the study is and how long the rest will take: the estimate, corrected by what was measured."""
+
+    def __init__(self, cells: Sequence[Cell], guesses: dict[str, Estimate]) -> None:
+        self._names = [cell.name for cell in cells]
+        self._guess = {name: guess.seconds for name, guess in guesses.items()}
+        self._left = dict(self._guess)
+        self._taken: dict[str, float] = {}
+
+    def position(self, cell: Cell) -> str:
+        place = self._names.index(cell.name) + 1 if cell.name in self._names else len(self._names)
+        return f"{place}/{len(self._names)}"
+
+    def finish(self, cell: Cell, seconds: float | None) -> None:
+        self._left.pop(cell.name, None)
+        if seconds is not None and cell.name in self._guess:
+            self._taken[cell.name] = seconds
+
+    def left(self) -> str:
+        guessed = sum(self._guess[name] for name in self._taken)
+        factor = sum(self._taken.values()) / guessed if guessed else 1.0
+        return f"{_minutes(sum(self._left.values()) * factor)} left" if self._left else "done"
+
+
+def run_cell(cell: Cell, path: Path) -> None:
+    """One cell into its run folder. Raises UsageError where it cannot run here."""
+    plan = options.resolved(cell.plan, quiet=True)
+    if plan.hosts > 1:
+        _on_emulated_hosts(cell, plan, path)
+        return
+    run = create_run(path, kind=cell.run, plan=plan, label=cell.stage)
+    with options.running(run):
+        summary = _RUN[cell.run](cell, plan, run)
+        run.write_summary(summary)
+
+
+def _on_emulated_hosts(cell: Cell, plan: Plan, path: Path) -> None:
+    """As a command of its own, which starts one node on each host."""
+    if cell.run not in ("train", "compare"):
+        raise PlanError(f"a stage that runs {cell.run} cannot run on emulated hosts.")
+    command = [sys.executable, "-P", "-c", "from syncline.cli import main; main()", cell.run]
+    with tempfile.TemporaryDirectory(prefix="syncline-cell-") as folder:
+        (Path(folder) / "plan.toml").write_text(plan.to_toml())
+        command += [str(Path(folder) / "plan.toml"), "--run-dir", str(path), "--json"]
+        if cell.run == "compare":
+            steps, warmup = str(plan.steps), str(plan.measure.warmup)
+            command += ["--methods", ",".join(cell.methods), "--steps", steps, "--warmup", warmup]
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        try:
+            _, said = child.communicate()
+        except KeyboardInterrupt:
+            child.communicate()  # a Ctrl-C is for it too: it ends its hosts and says how
+            raise Interrupted("Stopped by Ctrl-C.") from None
+    last = said.strip().splitlines()[-1].removeprefix("syncline: ") if said.strip() else ""
+    if child.returncode == UsageError.exit_code:
+        raise PlanError(last)
+    if child.returncode == Interrupted.exit_code:
+        raise Interrupted("Stopped by Ctrl-C.")
+    if child.returncode != 0:
+        raise SynclineError(f"cell {cell.name} failed: {last}", action=f"See {path / 'logs'}.")
+
+
+def _train(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
+    from syncline import worker
+
+    summary: dict[str, Any] = options.on_ranks(worker.train, (plan, run, False, True), plan, run.logs, 0)
+    summary["marks"] = _marks(plan)
+    shutil.rmtree(run.checkpoints, ignore_errors=True)  # a study never continues a cell
+    return summary
+
+
+def _compare(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
+    from syncline import worker
+
+    rows = options.on_ranks(worker.compare, (plan, run, list(cell.methods), True), plan, run.logs, 0)
+    return {"workers": plan.workers, "global_batch": plan.global_batch, "rows": rows, "marks": _marks(plan)}
+
+
+def _marks(plan: Plan) -> list[str]:
+    """What makes times on this machine other than on as many real ones."""
+    if plan.replayed:
+        return [f"{plan.compute_note}: compute is slept, only the network is real"]
+    if plan.workers * (plan.threads or 1) > cores():
+        return ["stretched: compute shares cores"]
+    return []
+
+
+def _verify(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
+    from syncline import worker
+
+    rows = options.on_ranks(worker.certify, (plan, list(cell.methods), [plan.model], True), plan, run.logs, 0)
+    return {"rows": rows}
+
+
+def _function(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
+    from syncline import worker
+
+    rows = options.on_ranks(worker.call, (plan, cell.call), plan, run.logs, 0)
+    return {"rows": rows}
+
+
+_RUN = {"train": _train, "compare": _compare, "verify": _verify, "function": _function}
+
+
+def open_study(folder: Path, title: str, *, fresh: bool = False, **settings: Any) -> None:
+    """Make the folder, or take the one that an earlier call left. A folder of something else is refused."""
+    marker = folder / "lab.json"
+    if fresh:
+        if folder.exists() and not marker.exists():
+            raise RunFolderError(f"{folder} is not a lab's folder.", action="Choose another --out.")
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists() and not marker.exists() and any(folder.iterdir()):
+        raise RunFolderError(f"{folder} is not empty and no lab's folder.", action="Choose another --out.")
+    if marker.exists():
+        found = json.loads(marker.read_text())
+        if found["format"] > FORMAT:
+            raise RunFolderError(f"{folder} is of a newer version.", action="Update Syncline, or take --fresh.")
+    try:
+        (folder / "cells").mkdir(parents=True, exist_ok=True)
+        write_atomic(marker, json.dumps({"format": FORMAT, "title": title, **settings}, indent=2) + "\n")
+    except OSError as error:
+        raise RunFolderError(f"cannot write {folder}: {error.strerror}.", action="Choose another --out.") from error
+
+
+def describe_cell(cell: Cell) -> str:
+    where = ", ".join(f"{key} {value}" for key, value in cell.point.items())
+    return f"{cell.stage}{': ' if where else ''}{where}"
+
+
+def _minutes(seconds: float) -> str:
+    return f"about {seconds / 60:.0f} min" if seconds >= 90 else f"about {max(seconds, 1):.0f} s"

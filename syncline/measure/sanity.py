@@ -1,0 +1,163 @@
+"""Sanity rules: what makes a result doubtful, said beside it.
+
+Each rule is a pure function from numbers to a sentence, or None where nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from syncline.measure.statistics import spread
+from syncline.units import format_seconds
+
+FEWEST_STEPS = 5
+RANKS_DISAGREE = 0.10
+OTHER_LOAD = 0.10
+WARM_UP_FACTOR = 1.5
+LINK_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Warning:
+    rule: str
+    text: str
+
+
+class Measured(Protocol):
+    """What the rules look at; a study's row is one."""
+
+    @property
+    def point(self) -> Mapping[str, Any]: ...
+    @property
+    def seconds(self) -> Sequence[float]: ...
+    @property
+    def figures(self) -> Mapping[str, Any]: ...
+    @property
+    def marks(self) -> tuple[str, ...]: ...
+
+
+def efficiency_above_one(efficiency: float, what: str) -> Warning | None:
+    if efficiency <= 1.0:
+        return None
+    return Warning(
+        "efficiency", f"{what}: {efficiency:.0%} efficiency is more than the workers can give; "
+        "suspect the baseline (other threads, colder caches, another load), not a miracle."
+    )  # fmt: skip
+
+
+def ranks_disagree(by_rank: Sequence[float], what: str) -> Warning | None:
+    """Ranks of one synchronous step wait for each other, so their step times must agree."""
+    if len(by_rank) < 2 or max(by_rank) <= min(by_rank) * (1 + RANKS_DISAGREE):
+        return None
+    low, high = min(range(len(by_rank)), key=by_rank.__getitem__), max(range(len(by_rank)), key=by_rank.__getitem__)
+    return Warning(
+        "ranks disagree", f"{what}: rank {low} says {format_seconds(by_rank[low])} a step and rank {high} "
+        f"{format_seconds(by_rank[high])}; a synchronous step has one length, so one window leaves something out."
+    )  # fmt: skip
+
+
+def wrong_denominator(counted: int, ran: int, what: str) -> Warning | None:
+    """An average over another number than the iterations that ran (after the warm-up)."""
+    if counted == ran:
+        return None
+    return Warning("denominator", f"{what}: the average divides by {counted}, but {ran} iterations were run.")
+
+
+def warm_up_inside(seconds: Sequence[float], what: str) -> Warning | None:
+    """The first timed step is much slower than the rest: the window starts too early."""
+    if len(seconds) < 3:
+        return None
+    rest = list(seconds[1:])
+    middle = statistics.median(rest)
+    if seconds[0] <= WARM_UP_FACTOR * middle or seconds[0] <= max(rest):
+        return None
+    return Warning(
+        "warm-up", f"{what}: the first timed step took {format_seconds(seconds[0])}, the others "
+        f"{format_seconds(middle)}: a warm-up step is inside the window."
+    )  # fmt: skip
+
+
+def inside_spread(one: Sequence[float], other: Sequence[float], names: tuple[str, str]) -> Warning | None:
+    """The difference of two medians is smaller than what each varies by itself."""
+    if not one or not other:
+        return None
+    difference = abs(statistics.median(one) - statistics.median(other))
+    if difference > max(spread(one), spread(other)) / 2:
+        return None
+    return Warning(
+        "spread", f"{names[0]} and {names[1]} differ by {format_seconds(difference)}, less than their spread: "
+        "no difference."
+    )  # fmt: skip
+
+
+def too_few_steps(counted: int, what: str) -> Warning | None:
+    if counted >= FEWEST_STEPS:
+        return None
+    steps = "1 timed step" if counted == 1 else f"{counted} timed steps"
+    return Warning("too few steps", f"{what}: {steps}; take at least {FEWEST_STEPS} before believing a median.")
+
+
+def other_load(share: float, what: str) -> Warning | None:
+    """`share` of the machine's core time during the run went to processes that are not the run's."""
+    if share <= OTHER_LOAD:
+        return None
+    return Warning("other load", f"{what}: {share:.0%} of the cores' time went to other processes during the run.")
+
+
+def slow_link(asked: float, measured: float, what: str) -> Warning | None:
+    """Rates in bit/s."""
+    if measured >= LINK_SHARE * asked:
+        return None
+    return Warning(
+        "link", f"{what}: the link gave {measured / 1e9:.2f} Gbit/s of the {asked / 1e9:.2f} asked for, "
+        "so times are those of a slower network."
+    )  # fmt: skip
+
+
+def unreal_time(mark: str, what: str) -> Warning:
+    return Warning("unreal time", f"{what}: {mark}.")
+
+
+def check_rows(rows: Iterable[Measured]) -> list[Warning]:
+    """Every rule that concerns single rows, each said once for all rows that it concerns."""
+    found: dict[str, list[tuple[str, Warning]]] = {}
+    for row in rows:
+        for warning in _check(row, _name(row)):
+            found.setdefault(warning.rule, []).append((_name(row), warning))
+    return [_merged(cases) for cases in found.values()]
+
+
+def _check(row: Measured, what: str) -> list[Warning]:
+    figures = row.figures
+    found: list[Warning | None] = []
+    if row.seconds:
+        found += [too_few_steps(len(row.seconds), what), warm_up_inside(row.seconds, what)]
+    if "step_by_rank" in figures:
+        found.append(ranks_disagree(figures["step_by_rank"], what))
+    if figures.get("other_load") is not None:
+        found.append(other_load(figures["other_load"], what))
+    if "counted" in figures and row.seconds:
+        found.append(wrong_denominator(figures["counted"], len(row.seconds), what))
+    found += [unreal_time(mark, what) for mark in row.marks]
+    return [one for one in found if one is not None]
+
+
+def _merged(cases: Sequence[tuple[str, Warning]]) -> Warning:
+    """The first case in full; the others by name."""
+    first = cases[0][1]
+    others = list(dict.fromkeys(name for name, _ in cases[1:] if name != cases[0][0]))
+    if not others:
+        return first
+    more = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    return Warning(first.rule, f"{first.text} The same for {more}.")
+
+
+def _name(row: Measured) -> str:
+    """What tells this row from the others, in a few words."""
+    told = [str(row.point["method"])] if "method" in row.point else []
+    if "workers" in row.point:
+        told.append(f"{row.point['workers']} workers" if row.point["workers"] != 1 else "1 worker")
+    return " on ".join(told) or "this row"

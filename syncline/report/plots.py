@@ -1,0 +1,115 @@
+"""Figures for the browser: plotly's JSON, drawn by the page itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from syncline.study.figures import FigureData, Series
+from syncline.study.timeline import Timeline
+
+COLOURS = (
+    "#0072b2",
+    "#e69f00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#d55e00",
+    "#8a8a8a",
+    "#b8a800",
+    "#6a3d9a",
+    "#b15928",
+)
+"""Okabe and Ito's, which people who see colours differently can tell apart, and a few more."""
+PART_COLOURS = {
+    "data": "#8a8a8a",
+    "forward": "#56b4e9",
+    "backward": "#0072b2",
+    "pack": "#b8a800",
+    "wait": "#d55e00",
+    "wire": "#e69f00",
+    "sync": "#d55e00",
+    "transfer": "#e69f00",
+    "update": "#009e73",
+    "other": "#bbbbbb",
+}
+
+
+def plot(figure: FigureData) -> dict[str, Any]:
+    """Data and layout; the page adds the colours of text and grid, which depend on light or dark."""
+    factor, unit = unit_of(figure)
+    traces = [_trace(figure, one, number, factor) for number, one in enumerate(figure.series)]
+    if figure.ideal:
+        traces.append(_ideal(figure))
+    layout: dict[str, Any] = {
+        "xaxis": {"title": {"text": figure.x_label}, **_x_axis(figure)},
+        "yaxis": {"title": {"text": f"{figure.y_label} ({unit})" if unit else figure.y_label}, "rangemode": "tozero"},
+        "barmode": "stack" if figure.kind == "stacked" else "group",
+        "boxmode": "group",
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _trace(figure: FigureData, one: Series, number: int, factor: float) -> dict[str, Any]:
+    colour = PART_COLOURS.get(one.name) or COLOURS[number % len(COLOURS)]
+    trace: dict[str, Any] = {"name": one.name, "x": one.x, "y": [value * factor for value in one.y]}
+    if figure.kind == "boxes":
+        pairs = [(x, value * factor) for x, values in zip(one.x, one.samples, strict=True) for value in values]
+        trace |= {
+            "x": [str(x) for x, _ in pairs],
+            "y": [y for _, y in pairs],
+            "type": "box",
+            "line": {"color": colour},
+        }
+        return trace
+    if one.half_spread is not None:
+        trace["error_y"] = {"type": "data", "array": [value * factor for value in one.half_spread]}
+    if figure.kind == "lines":
+        return trace | {"type": "scatter", "mode": "lines+markers", "line": {"color": colour}}
+    return trace | {"x": [str(x) for x in one.x], "type": "bar", "marker": {"color": colour}}
+
+
+def _ideal(figure: FigureData) -> dict[str, Any]:
+    ends = sorted({x for one in figure.series for x in one.x})
+    return {
+        "name": "ideal", "x": ends, "y": ends, "type": "scatter", "mode": "lines",
+        "line": {"dash": "dot", "color": "#8a8a8a"},
+    }  # fmt: skip
+
+
+def _x_axis(figure: FigureData) -> dict[str, Any]:
+    """Where x are a few numbers (1, 2, 4 workers), exactly these are marked."""
+    marks = sorted({x for one in figure.series for x in one.x if not isinstance(x, str)})
+    if figure.kind == "lines" and 0 < len(marks) <= 12:
+        return {"tickmode": "array", "tickvals": marks}
+    return {} if figure.kind == "lines" else {"type": "category"}
+
+
+def unit_of(figure: FigureData) -> tuple[float, str]:
+    if figure.unit == "s":
+        largest = max((value for one in figure.series for value in one.y), default=0.0)
+        return (1.0, "s") if largest >= 10 else (1e3, "ms")
+    if figure.unit == "%":
+        return 100.0, "%"
+    return (1e-9, "GB/s") if figure.unit == "B/s" else (1.0, "" if figure.unit == "x" else figure.unit)
+
+
+def plot_timeline(timeline: Timeline) -> dict[str, Any]:
+    """One lane for each rank's compute and communication; a bar for each span; zoom by dragging."""
+    names = list(dict.fromkeys(span.name for span in timeline.spans))
+    traces = []
+    for number, name in enumerate(names):
+        spans = [span for span in timeline.spans if span.name == name]
+        traces.append(
+            {
+                "name": name, "type": "bar", "orientation": "h", "y": [span.lane for span in spans],
+                "base": [span.start_ms for span in spans], "x": [span.length_ms for span in spans],
+                "hovertext": [span.text for span in spans], "hoverinfo": "text",
+                "marker": {"color": PART_COLOURS.get(name) or COLOURS[number % len(COLOURS)], "line": {"width": 0}},
+            }
+        )  # fmt: skip
+    layout = {
+        "xaxis": {"title": {"text": "ms since the step began"}},
+        "yaxis": {"categoryorder": "array", "categoryarray": list(reversed(timeline.lanes)), "automargin": True},
+        "barmode": "overlay", "height": 120 + 34 * len(timeline.lanes),
+    }  # fmt: skip
+    return {"data": traces, "layout": layout}

@@ -1,0 +1,178 @@
+"""Cells: every run of a stage, as plans. Pure, so that what a study would do can be said before it does it."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from syncline.errors import PlanError
+from syncline.plan import Plan, load_plan
+from syncline.study.file import Stage, Study
+
+VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker")
+"""Keys of a study that are none of a plan."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where the study runs: on this machine's workers, or on emulated hosts joined by a link."""
+
+    hosts: int | None = None
+    link: str | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run: what is run, where in the grid it stands, and a name that stays the same while the study does."""
+
+    stage: str
+    run: str
+    plan: Plan
+    methods: tuple[str, ...]
+    point: Mapping[str, Any]
+    round: int
+    call: str | None = None
+
+    @property
+    def name(self) -> str:
+        words = [self.stage, *(f"{key}={_word(value)}" for key, value in self.point.items()), f"round={self.round}"]
+        return f"{'-'.join(words).replace('/', '_')}-{self.digest[:8]}"
+
+    @property
+    def digest(self) -> str:
+        """Changes with anything that changes the result, so that a cell of another study is never taken for this."""
+        told = [self.run, self.call, list(self.methods), self.plan.model_dump(mode="json"), self.round]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+Chosen = Mapping[tuple[Any, ...], Mapping[str, Any]]
+"""What an earlier stage found best: for each choice of `each` values, the values of the keys taken."""
+
+
+Recorded = Mapping[tuple[str, int], str]
+"""Run folders with recorded compute, by model and batch per worker."""
+
+
+def expand(
+    study: Study,
+    stage: Stage,
+    ground: Ground,
+    *,
+    quick: bool,
+    best: Chosen | None = None,
+    recorded: Recorded | None = None,
+) -> list[Cell]:
+    """The cells of a stage, round by round.
+
+    `best` is what `best_of` found; without it, the first of that grid. `recorded` is what `replay` found; without it,
+    compute is real.
+    """
+    grid = {**stage.grid, **(stage.quick.grid if quick else {})}
+    methods = tuple((stage.quick.methods if quick else None) or stage.methods)
+    rounds = (stage.quick.rounds if quick else None) or stage.rounds
+    given = _merged(study.plan, study.quick if quick else {}, stage.plan, stage.quick.plan if quick else {})
+    best = best if best is not None else _placeholder(study, stage, quick=quick)
+    cells = []
+    for number in range(rounds):
+        for values in itertools.product(*grid.values()):
+            point = dict(zip(grid, values, strict=True))
+            taken = _taken(stage, point, best)
+            if ground.hosts is not None and point.get("nodes", given.get("nodes", 1)) > ground.hosts:
+                continue
+            cells += _cells(stage, {**given, **taken, **point}, {**taken, **point}, methods, number + 1, ground)
+    if stage.replay is None or recorded is None:
+        return cells
+    return [replace(cell, plan=_replayed(stage, cell.plan, recorded)) for cell in cells]
+
+
+def _replayed(stage: Stage, plan: Plan, recorded: Recorded) -> Plan:
+    key = (plan.model, plan.global_batch // plan.workers)
+    if key not in recorded:
+        known = ", ".join(str(batch) for model, batch in recorded if model == plan.model) or "none"
+        raise PlanError(
+            f"stage {stage.name}: stage {stage.replay} recorded no {plan.model} at {key[1]} samples per worker.",
+            action=f"Recorded batches: {known}.",
+        )
+    return plan.replace(compute=f"replay:{recorded[key]}")
+
+
+def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Later layers win; a length in steps replaces one in epochs, and the other way round."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for one, other in (("steps", "epochs"), ("epochs", "steps")):
+            if one in layer and other not in layer:
+                merged.pop(other, None)
+        merged |= layer
+    return merged
+
+
+def _cells(
+    stage: Stage, values: dict[str, Any], point: dict[str, Any], methods: Sequence[str], number: int, ground: Ground
+) -> list[Cell]:
+    """Methods take turns in one comparison; trainings have one cell each."""
+    if "batch_per_worker" in values:
+        point = {**point, "batch_per_worker": values["batch_per_worker"]}
+    if stage.run in ("compare", "verify"):
+        if "batch_per_worker" in values and values.get("nodes", values.get("workers", 1)) > 1:
+            # In weak scaling the baseline has one worker's batch, which only the smallest cell has.
+            methods = [method for method in methods if method != "single"]
+        first = next((method for method in methods if method != "single"), "single")
+        plan = _plan(stage, {**values, "method": values.get("method", first)}, ground)
+        return [Cell(stage.name, stage.run, plan, tuple(methods), point, number)]
+    cells = []
+    names: Sequence[str | None] = [*methods] or [None]
+    for method in names:
+        here = point if method is None else {**point, "method": method}
+        plan = _plan(stage, values if method is None else {**values, "method": method}, ground)
+        cells.append(Cell(stage.name, stage.run, plan, (), here, number, stage.call))
+    return cells
+
+
+def _plan(stage: Stage, values: Mapping[str, Any], ground: Ground) -> Plan:
+    keys = {key: value for key, value in values.items() if key not in VIRTUAL}
+    if "nodes" in values:
+        # One node is one worker: with nothing to send, the network does not matter.
+        emulated = ground.hosts is not None and values["nodes"] > 1
+        keys |= {"hosts": values["nodes"], "link": ground.link} if emulated else {}
+        keys["workers"] = values["nodes"] * values.get("workers_per_node", 1)
+    if keys.get("method") == "single":
+        keys["workers"] = 1
+        keys.pop("hosts", None)
+        keys.pop("link", None)
+    if "batch_per_worker" in values:
+        keys["global_batch"] = values["batch_per_worker"] * keys.get("workers", 1) * keys.get("accumulate", 1)
+    try:
+        return load_plan(None, keys)
+    except PlanError as error:
+        raise PlanError(f"stage {stage.name}: {error.message}", action=error.action) from None
+
+
+def _taken(stage: Stage, point: Mapping[str, Any], best: Chosen) -> Mapping[str, Any]:
+    if stage.best_of is None:
+        return {}
+    return best[tuple(point[key] for key in stage.best_of.each)]
+
+
+def _placeholder(study: Study, stage: Stage, *, quick: bool) -> Chosen:
+    """Before the earlier stage has run: the first value of each key, for estimates and for checking the file."""
+    if stage.best_of is None:
+        return {}
+    earlier = next(one for one in study.stage if one.name == stage.best_of.stage)
+    grid = {**earlier.grid, **(earlier.quick.grid if quick else {})}
+    own = {**stage.grid, **(stage.quick.grid if quick else {})}
+    for key in (*stage.best_of.keys, *stage.best_of.each):
+        if key not in grid and not (earlier.best_of and key in earlier.best_of.keys):
+            raise PlanError(f"stage {stage.name}: best_of takes {key}, which stage {earlier.name} does not vary.")
+    inherited = _placeholder(study, earlier, quick=quick) if earlier.best_of else {}
+    first = next(iter(inherited.values()), {})
+    values = {key: grid[key][0] if key in grid else first[key] for key in stage.best_of.keys}
+    return dict.fromkeys(itertools.product(*(own[key] for key in stage.best_of.each)), values)
+
+
+def _word(value: Any) -> str:
+    return "+".join(map(str, value)) if isinstance(value, list) else str(value).replace(" ", "")

@@ -1,0 +1,108 @@
+"""Figures of a study as data: series of numbers and a sentence that says what a picture would show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from syncline.study import file
+from syncline.study.rows import Quantity, Row, matching
+from syncline.study.tables import key_label
+from syncline.study.values import VALUES, Value, format_quantity
+
+
+@dataclass(frozen=True)
+class Series:
+    name: str
+    x: list[Any]
+    y: list[float]
+    half_spread: list[float] | None = None
+    samples: list[list[float]] = field(default_factory=list)
+    """For boxes: all numbers of each x."""
+
+
+@dataclass(frozen=True)
+class FigureData:
+    title: str
+    kind: Literal["bars", "stacked", "lines", "boxes"]
+    x_label: str
+    y_label: str
+    unit: str
+    series: list[Series]
+    note: str = ""
+    ideal: bool = False
+    """Draw the line of perfect scaling: y = x."""
+
+    @property
+    def text(self) -> str:
+        """The figure in words, for those who cannot see it."""
+        lines = [f"{self.title}: {self.y_label} against {self.x_label}."]
+        for one in self.series:
+            pairs = [f"{x} {format_quantity(Quantity(y), self.unit)}" for x, y in zip(one.x, one.y, strict=True)]
+            lines.append(f"{one.name}: {', '.join(pairs)}." if one.name else f"{', '.join(pairs)}.")
+        return " ".join(lines)
+
+
+def build_figure(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
+    """The figure's numbers; None where nothing was measured that it could show."""
+    here = matching(rows, spec.stage, spec.where)
+    if spec.kind == "loss":
+        return _losses(spec, here)
+    values = [VALUES[name] for name in spec.values]
+    if spec.kind == "stacked" or len(values) > 1:
+        series = [_series(value.label, value, here, rows, spec) for value in values]
+    else:
+        names = dict.fromkeys(row.label(spec.series) for row in here)
+        series = [
+            _series(name, values[0], [row for row in here if row.label(spec.series) == name], rows, spec)
+            for name in names
+        ]
+    series = [one for one in series if one.x]
+    if not series:
+        return None
+    kind: Any = spec.kind
+    return FigureData(
+        title=spec.title,
+        kind=kind,
+        x_label=key_label(spec.x),
+        y_label=", ".join(dict.fromkeys(value.label for value in values)) if len(values) == 1 else "time",
+        unit=values[0].unit,
+        series=series,
+        note=spec.note,
+        ideal=spec.values == ["speedup"] and spec.kind == "lines",
+    )
+
+
+def _series(name: str, value: Value, rows: Sequence[Row], all_rows: Sequence[Row], spec: file.Figure) -> Series:
+    x: list[Any] = []
+    y: list[float] = []
+    half: list[float] = []
+    samples: list[list[float]] = []
+    for row in rows:
+        quantity = value.read(row, all_rows)
+        if quantity is not None:
+            x.append(_axis(row.point.get(spec.x, "-")))
+            y.append(quantity.value)
+            half.append((quantity.spread or 0.0) / 2)
+            samples.append(list(row.seconds))
+    if all(not isinstance(one, str) for one in x):
+        order = sorted(range(len(x)), key=lambda i: x[i])
+        x, y, half = [x[i] for i in order], [y[i] for i in order], [half[i] for i in order]
+        samples = [samples[i] for i in order]
+    return Series(name, x, y, half if any(half) else None, samples if spec.kind == "boxes" else [])
+
+
+def _axis(value: Any) -> Any:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _losses(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
+    """The loss over the global batch against the step, one line a run."""
+    keys = spec.series or ["method"]
+    series = []
+    for row in rows:
+        lines = row.figures.get("losses") or []
+        if lines:
+            series.append(Series(row.label(keys), [one["step"] for one in lines], [one["loss"] for one in lines]))
+    return FigureData(spec.title, "lines", "step", "loss", "", series, spec.note) if series else None

@@ -1,0 +1,204 @@
+"""A study is a file: a grid of plans, the measuring rules, and the tables, figures and questions drawn from them.
+
+    title = "…"
+    question = "…"
+    answer = "fastest"            # a computed answer, see answers.py
+
+    [plan]                        # what all cells share
+    model = "vgg11"
+
+    [[stage]]
+    name = "methods"
+    run = "compare"
+    methods = ["single", "ddp"]
+    grid = { nodes = [1, 2, 4] }  # one cell for each combination
+    quick = { grid = { nodes = [1, 2] } }
+
+    [[table]]
+    title = "…"
+    stage = "methods"
+    rows = ["method"]
+    columns = ["nodes"]
+    values = ["step"]
+
+Besides the keys of a plan, `nodes` (hosts where hosts are emulated, workers otherwise), `workers_per_node` and
+`batch_per_worker` may be given; they become hosts, workers and global_batch.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from syncline.errors import PlanError
+from syncline.plan import Section, checked
+from syncline.study.answers import ANSWERS
+from syncline.study.values import VALUES
+
+FIGURES = ("bars", "stacked", "lines", "boxes", "loss", "timeline", "schedules")
+LABS = resources.files("syncline") / "labs"
+
+
+class Quick(Section):
+    """What `--quick` changes in a stage."""
+
+    skip: str | None = None
+    """Leave the stage out, for this reason."""
+    plan: dict[str, Any] = Field(default_factory=dict)
+    grid: dict[str, list[Any]] = Field(default_factory=dict)
+    methods: list[str] | None = None
+    rounds: int | None = Field(None, ge=1)
+
+
+class BestOf(Section):
+    """Take the values of some grid keys from the best cell of an earlier stage."""
+
+    stage: str
+    keys: list[str] = Field(min_length=1)
+    by: str = "throughput"
+    each: list[str] = Field(default_factory=list)
+    """Choose separately for each value of these keys, which this stage's grid has too."""
+
+
+class Stage(Section):
+    name: str
+    run: Literal["compare", "train", "verify", "probe", "function"] = "compare"
+    """compare: methods take turns in one world; train: one run per method; verify: certificates; probe: the link;
+    function: `call` on every rank."""
+    methods: list[str] = Field(default_factory=list)
+    call: str | None = None
+    """For run = "function": module:function, called with the plan in each rank; rank 0 returns rows."""
+    plan: dict[str, Any] = Field(default_factory=dict)
+    grid: dict[str, list[Any]] = Field(default_factory=dict)
+    best_of: BestOf | None = None
+    replay: str | None = None
+    """Replay the compute that this earlier stage recorded, for the same model and batch per worker: then only the
+    network is real, and there may be more nodes than cores."""
+    rounds: int = Field(1, ge=1)
+    """How often the whole grid is run, so that a noisy spell does not hit one cell alone."""
+    quick: Quick = Quick()
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> Self:
+        if (self.run == "function") != (self.call is not None):
+            raise ValueError(f'stage {self.name}: call goes with run = "function", and only with it.')
+        for key, values in (*self.grid.items(), *self.quick.grid.items()):
+            if not values:
+                raise ValueError(f"stage {self.name}: grid key {key} has no values.")
+        return self
+
+
+class Table(Section):
+    title: str
+    stage: str
+    rows: list[str] = Field(default_factory=lambda: ["method"])
+    columns: list[str] = Field(default_factory=list)
+    values: list[str] = Field(min_length=1)
+    where: dict[str, Any] = Field(default_factory=dict)
+    """Only results with these values."""
+    main: bool = False
+    """On the first screen of the report."""
+    note: str = ""
+
+
+class Figure(Section):
+    title: str
+    kind: Literal["bars", "stacked", "lines", "boxes", "loss", "timeline", "schedules"]
+    stage: str = ""
+    x: str = "method"
+    series: list[str] = Field(default_factory=list)
+    values: list[str] = Field(default_factory=list)
+    where: dict[str, Any] = Field(default_factory=dict)
+    main: bool = False
+    note: str = ""
+
+
+class Question(Section):
+    text: str
+    answer: str
+    """The name of a computed answer."""
+    stage: str
+    with_stages: list[str] = Field(default_factory=list)
+    """Further stages that the answer looks at."""
+
+
+class Study(Section):
+    title: str
+    question: str
+    answer: str
+    """The name of the computed answer to the question."""
+    answer_stage: str
+    about: str = ""
+    """Where the experiment comes from."""
+    plan: dict[str, Any] = Field(default_factory=dict)
+    quick: dict[str, Any] = Field(default_factory=dict)
+    """Plan keys that `--quick` changes in all stages."""
+    stage: list[Stage] = Field(min_length=1)
+    table: list[Table] = Field(default_factory=list)
+    figure: list[Figure] = Field(default_factory=list)
+    question_: list[Question] = Field([], alias="ask")
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Self:
+        names = [stage.name for stage in self.stage]
+        _require_unique(names)
+        uses: list[tuple[str, str]] = [(f"table {table.title!r}", table.stage) for table in self.table]
+        uses += [(f"figure {figure.title!r}", figure.stage) for figure in self.figure if figure.stage]
+        uses += [(f"question {ask.text!r}", one) for ask in self.asks for one in (ask.stage, *ask.with_stages)]
+        uses.append(("answer_stage", self.answer_stage))
+        for number, stage in enumerate(self.stage):
+            if stage.best_of is not None and stage.best_of.stage not in names[:number]:
+                raise ValueError(f"stage {stage.name}: best_of names no earlier stage: {stage.best_of.stage!r}.")
+            if stage.replay is not None and stage.replay not in names[:number]:
+                raise ValueError(f"stage {stage.name}: replay names no earlier stage: {stage.replay!r}.")
+        for what, name in uses:
+            if name not in names:
+                raise ValueError(f"{what}: there is no stage {name!r}; stages are {', '.join(names)}.")
+        shown = [*(table.values for table in self.table), *(figure.values for figure in self.figure)]
+        for value in {value for values in shown for value in values} - VALUES.keys():
+            raise ValueError(f"{value!r} is no value; there are {', '.join(VALUES)}.")
+        for answer in {self.answer, *(ask.answer for ask in self.asks)} - ANSWERS.keys():
+            raise ValueError(f"{answer!r} is no computed answer; there are {', '.join(ANSWERS)}.")
+        return self
+
+    @property
+    def asks(self) -> list[Question]:
+        return self.question_
+
+
+def _require_unique(names: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ValueError(f"two stages are called {name!r}.")
+        seen.add(name)
+
+
+def built_in_labs() -> list[str]:
+    return sorted(path.name.removesuffix(".toml") for path in LABS.iterdir() if path.name.endswith(".toml"))
+
+
+def load_study(name: str) -> tuple[str, Study]:
+    """A built-in lab by name, or a study file by path: its short name and the study."""
+    if name in built_in_labs():
+        return name, parse_study((LABS / f"{name}.toml").read_text(), f"lab {name}")
+    path = Path(name)
+    if not path.is_file():
+        raise PlanError(
+            f"there is no lab {name!r} and no such file.",
+            action=f"Labs: {', '.join(built_in_labs())}; or a TOML file.",
+        )
+    return path.stem, parse_study(path.read_text(), str(path))
+
+
+def parse_study(text: str, where: str) -> Study:
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"{where} is not valid TOML: {error}.") from error
+    return checked(Study, values, where)

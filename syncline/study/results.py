@@ -1,0 +1,93 @@
+"""Results: the finished cells of a study as rows, and what an earlier stage found best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from syncline.errors import RunFolderError
+from syncline.measure.breakdown import break_down, summarise
+from syncline.measure.events import read_events
+from syncline.store import RunFolder
+from syncline.study.cells import Cell, Chosen
+from syncline.study.file import Stage
+from syncline.study.rows import Row
+from syncline.study.values import VALUES
+
+_FROM_PLAN = ("model", "data", "workers", "threads", "global_batch", "method", "hosts", "link", "compute")
+
+
+def is_finished(path: Path) -> bool:
+    run = RunFolder(path)
+    try:
+        return (path / "run.json").exists() and run.info()["status"] == "finished" and run.summary() is not None
+    except RunFolderError:
+        return False
+
+
+def rows_of(cell: Cell, path: Path) -> list[Row]:
+    """The rows of one finished cell."""
+    run = RunFolder(path)
+    summary = run.summary() or {}
+    given = run.plan().model_dump()
+    place = {key: given.get(key) for key in _FROM_PLAN if given.get(key) is not None} | dict(cell.point)
+    marks = tuple(summary.get("marks", ()))
+    entries = [{**summary, "label": given["method"]}] if cell.run == "train" else summary["rows"]
+    return [_row(cell.stage, place, entry, marks, run) for entry in entries]
+
+
+def run_rows(path: Path, stage: str) -> list[Row]:
+    """The rows of a run that belongs to no study, for `syncline report`."""
+    run = RunFolder(path)
+    plan = run.plan()
+    return rows_of(Cell(stage, run.info()["kind"], plan, (), {}, 1), path)
+
+
+def _row(stage: str, place: dict[str, Any], entry: dict[str, Any], marks: tuple[str, ...], run: RunFolder) -> Row:
+    own: dict[str, Any] = {key: entry[key] for key in ("workers", "threads", "model") if key in entry}
+    if "label" in entry or "method" in entry:
+        own["method"] = entry.get("label", entry.get("method"))
+    parts, by_rank = _accounted(run, own.get("method", ""), len(entry["seconds"])) if "seconds" in entry else ({}, [])
+    return Row(
+        stage=stage,
+        point={**place, **own, **entry.get("point", {})},
+        seconds=entry.get("seconds", ()),
+        figures={**entry, **({"step_by_rank": by_rank} if by_rank else {})},
+        parts=parts,
+        marks=marks,
+        runs=(run.path,),
+    )
+
+
+def _accounted(run: RunFolder, method: str, num_steps: int) -> tuple[dict[str, float], list[float]]:
+    """The parts of a step and each rank's own step time, over the timed steps: means in seconds."""
+    try:
+        steps = read_events(run.path).complete(method)[-num_steps:]
+    except RunFolderError:
+        return {}, []
+    found = summarise(steps, [break_down(step) for step in steps])
+    if found is None:
+        return {}, []
+    return {**found.parts_s, "hidden": found.hidden_s}, [rank.step_s for rank in found.ranks]
+
+
+def best_points(stage: Stage, earlier: Sequence[Row]) -> Chosen:
+    """For each combination of the `each` keys: the keys' values of the earlier stage's best row."""
+    assert stage.best_of is not None
+    chosen = stage.best_of
+    value = VALUES[chosen.by]
+    found: dict[tuple[Any, ...], tuple[float, dict[str, Any]]] = {}
+    for row in earlier:
+        quantity = value.read(row, earlier)
+        group = tuple(row.point.get(key) for key in chosen.each)
+        if quantity is None:
+            continue
+        score = -quantity.value if value.unit == "s" else quantity.value
+        if group not in found or score > found[group][0]:
+            found[group] = (score, {key: row.point[key] for key in chosen.keys})
+    return {group: values for group, (_, values) in found.items()}
+
+
+def finished(cells: Iterable[Cell], folder: Path) -> list[Cell]:
+    return [cell for cell in cells if is_finished(folder / cell.name)]

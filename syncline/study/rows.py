@@ -1,0 +1,109 @@
+"""Rows: what the cells of a study measured, one row for each point of the grid and method."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from syncline.measure.statistics import spread
+
+BASELINE = "single"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number with its spread (distance between the quartiles), where there is one."""
+
+    value: float
+    spread: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    stage: str
+    point: Mapping[str, Any]
+    """Where in the grid: the grid's keys, and method, workers, threads, model, global_batch."""
+    seconds: Sequence[float] = ()
+    """Every timed step, of all rounds, on the slowest rank."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """What else the run's summary says."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """The breakdown of a step in seconds, mean over ranks and steps."""
+    marks: tuple[str, ...] = ()
+    """What a reader must know beside the figure: replayed, stretched, a link below its rate."""
+    runs: tuple[Path, ...] = ()
+
+    @property
+    def method(self) -> str:
+        return str(self.point.get("method", ""))
+
+    @property
+    def workers(self) -> int:
+        return int(self.point.get("workers", 1))
+
+    def step(self) -> Quantity | None:
+        if not self.seconds:
+            return None
+        return Quantity(statistics.median(self.seconds), spread(self.seconds))
+
+    def label(self, keys: Iterable[str]) -> str:
+        return ", ".join(str(self.point.get(key, "-")) for key in keys)
+
+
+def matching(rows: Iterable[Row], stage: str, where: Mapping[str, Any] | None = None) -> list[Row]:
+    """The rows of a stage whose point has these values; a list of values means any of them."""
+    found = []
+    for row in rows:
+        wanted = (where or {}).items()
+        if row.stage == stage and all(
+            row.point.get(key) in (value if isinstance(value, list) else [value]) for key, value in wanted
+        ):
+            found.append(row)
+    return found
+
+
+def pooled(rows: Sequence[Row]) -> list[Row]:
+    """Rows of one point, measured in several rounds, as one row."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.stage, *sorted((key, str(value)) for key, value in row.point.items())), []).append(row)
+    return [_pool(group) for group in groups.values()]
+
+
+def _pool(group: Sequence[Row]) -> Row:
+    first = group[0]
+    if len(group) == 1:
+        return first
+    names = {name for row in group for name in row.parts}
+    return replace(
+        first,
+        seconds=[value for row in group for value in row.seconds],
+        parts={name: statistics.fmean(row.parts.get(name, 0.0) for row in group) for name in names},
+        marks=tuple(dict.fromkeys(mark for row in group for mark in row.marks)),
+        runs=tuple(path for row in group for path in row.runs),
+    )
+
+
+def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The one-worker row that a scaled row is held against: same stage, model, threads and kind of compute.
+
+    At the same global batch in strong scaling, at one worker's batch in weak scaling; `single` where that ran, else
+    the same method.
+    """
+    same = ("model", "threads", "data", "compute", "batch_per_worker")
+    batch = row.point.get("batch_per_worker", row.point.get("global_batch"))
+    alone = [
+        one
+        for one in rows
+        if one.stage == row.stage
+        and one.workers == 1
+        and one.point.get("global_batch") == batch
+        and all(one.point.get(key) == row.point.get(key) for key in same)
+        and one.method in (BASELINE, row.method)
+    ]
+    # Of two that ran `single`, the one measured side by side with this row.
+    alone.sort(key=lambda one: (one.method != BASELINE, one.point.get("nodes") != row.point.get("nodes")))
+    return alone[0] if alone else None

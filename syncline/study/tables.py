@@ -1,0 +1,106 @@
+"""Tables of a study as data: rows, columns, texts and raw numbers. Drawing is report's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from syncline.measure.sanity import Warning, check_rows, efficiency_above_one
+from syncline.study import file
+from syncline.study.rows import BASELINE, Quantity, Row, matching
+from syncline.study.values import VALUES
+
+KEY_LABELS = {
+    "method": "method",
+    "nodes": "nodes",
+    "workers": "workers",
+    "global_batch": "global batch",
+    "batch_per_worker": "batch per worker",
+    "options.bucket_cap_mb": "bucket MB",
+    "options.groups": "groups",
+    "accumulate": "steps without sync",
+}
+
+
+@dataclass(frozen=True)
+class TableData:
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    numbers: list[list[float | None]]
+    """The same cells as plain numbers, for CSV; None where a cell is text."""
+    definitions: list[tuple[str, str]]
+    """Of each value shown: its label and its definition."""
+    warnings: list[Warning]
+    marks: list[str]
+    note: str = ""
+    baseline: str = ""
+    """The text of the first cell of the baseline row."""
+
+
+def key_label(key: str) -> str:
+    return KEY_LABELS.get(key, key.rpartition(".")[2].replace("_", " "))
+
+
+def build_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
+    """One line for each combination of row keys, one column for each value and combination of column keys."""
+    here = matching(rows, spec.stage, spec.where)
+    lines = _combinations(here, spec.rows)
+    across = _combinations(here, spec.columns) if spec.columns else [()]
+    columns = [key_label(key) for key in spec.rows]
+    columns += [_column(name, chosen, spec) for name in spec.values for chosen in across]
+    texts, numbers = [], []
+    for line in lines:
+        found = [_cell(name, line, chosen, spec, here) for name in spec.values for chosen in across]
+        texts.append([*map(str, line), *(VALUES[name].text(quantity) for name, quantity in found)])
+        numbers.append([*(None for _ in line), *(quantity.value if quantity else None for _, quantity in found)])
+    return TableData(
+        title=spec.title,
+        columns=columns,
+        rows=texts,
+        numbers=numbers,
+        definitions=[(VALUES[name].label, VALUES[name].definition) for name in spec.values],
+        warnings=[*_too_efficient(spec, here), *check_rows(here)],
+        marks=list(dict.fromkeys(mark for row in here for mark in row.marks)),
+        note=spec.note,
+        baseline=BASELINE if any(row.method == BASELINE for row in here) else "",
+    )
+
+
+def _too_efficient(spec: file.Table, rows: Sequence[Row]) -> list[Warning]:
+    if not {"speedup", "efficiency"} & set(spec.values):
+        return []
+    found = []
+    for row in rows:
+        efficiency = VALUES["efficiency"].read(row, rows)
+        if efficiency is not None:
+            found.append(efficiency_above_one(efficiency.value, f"{row.method} on {row.workers} workers"))
+    return [one for one in found if one is not None]
+
+
+def _combinations(rows: Iterable[Row], keys: Sequence[str]) -> list[tuple[Any, ...]]:
+    """In the order in which they were measured."""
+    return list(dict.fromkeys(tuple(_hashable(row.point.get(key, "-")) for key in keys) for row in rows))
+
+
+def _hashable(value: Any) -> Any:
+    return ", ".join(map(str, value)) if isinstance(value, list) else value
+
+
+def _column(name: str, chosen: tuple[Any, ...], spec: file.Table) -> str:
+    label = VALUES[name].label
+    if not spec.columns:
+        return label
+    where = ", ".join(f"{value} {key_label(key)}" for key, value in zip(spec.columns, chosen, strict=True))
+    return where if len(spec.values) == 1 else f"{label}, {where}"
+
+
+def _cell(
+    name: str, line: tuple[Any, ...], chosen: tuple[Any, ...], spec: file.Table, rows: Sequence[Row]
+) -> tuple[str, Quantity | None]:
+    wanted = dict(zip((*spec.rows, *spec.columns), (*line, *chosen), strict=True))
+    for row in rows:
+        if all(_hashable(row.point.get(key, "-")) == value for key, value in wanted.items()):
+            return name, VALUES[name].read(row, rows)
+    return name, None

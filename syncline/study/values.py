@@ -1,0 +1,177 @@
+"""Values: what a table or figure of a study may show of a row, by name, with its label, unit and definition."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from syncline.study.rows import Quantity, Row, baseline_of
+from syncline.units import format_bytes, format_seconds, format_spread
+
+COMPUTE = ("data", "copy", "forward", "backward", "update", "other")
+COMMUNICATION = ("pack", "wait", "wire")
+PARTS = ("data", "forward", "backward", "pack", "wait", "wire", "update", "other")
+
+
+@dataclass(frozen=True)
+class Value:
+    label: str
+    unit: str
+    """s, B, B/s, % (a share of one), x (a ratio), or a word for a count."""
+    read: Callable[[Row, Sequence[Row]], Quantity | None]
+    definition: str
+    """One sentence with the formula."""
+
+    def text(self, quantity: Quantity | None) -> str:
+        return "-" if quantity is None else format_quantity(quantity, self.unit)
+
+
+def format_quantity(quantity: Quantity, unit: str) -> str:
+    value, spread = quantity.value, quantity.spread
+    if unit == "s":
+        return format_spread(value, spread) if spread is not None else format_seconds(value)
+    if unit == "B":
+        return format_bytes(round(value))
+    if unit == "B/s":
+        return f"{value / 1e9:.3g} GB/s"
+    if unit == "%":
+        return f"{value:.1%}"
+    digits = f"{value:.2f}" if unit == "x" else f"{value:.4g}"
+    return f"{digits} ±{spread / 2:.2g}" if spread else digits
+
+
+def _step(row: Row, _: Sequence[Row]) -> Quantity | None:
+    return row.step()
+
+
+def _mean_step(row: Row, _: Sequence[Row]) -> Quantity | None:
+    return Quantity(statistics.fmean(row.seconds)) if row.seconds else None
+
+
+def _throughput(row: Row, _: Sequence[Row]) -> Quantity | None:
+    step = row.step()
+    return None if step is None else Quantity(float(row.point["global_batch"]) / step.value)
+
+
+def _epoch(row: Row, _: Sequence[Row]) -> Quantity | None:
+    """Time of one pass over the training set at this batch, from the median step."""
+    step, samples = row.step(), row.figures.get("train_samples")
+    if step is None or not samples:
+        return None
+    return Quantity(step.value * -(-samples // row.point["global_batch"]))
+
+
+def _speedup(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    """Throughput against one worker's: T(1)/T(n) at one global batch, throughput(n)/throughput(1) otherwise."""
+    base, own = baseline_of(row, rows), _throughput(row, rows)
+    alone = _throughput(base, rows) if base is not None else None
+    return None if own is None or alone is None else Quantity(own.value / alone.value)
+
+
+def _efficiency(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    speedup = _speedup(row, rows)
+    return None if speedup is None else Quantity(speedup.value / row.workers)
+
+
+def _time_to_ddp(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    """Round by round where both were measured side by side."""
+    others = [
+        one
+        for one in rows
+        if one.method == "ddp" and one.stage == row.stage and _place(one, "method") == _place(row, "method")
+    ]
+    if not others or not row.seconds or len(others[0].seconds) != len(row.seconds):
+        return None
+    ratios = [one / other for one, other in zip(row.seconds, others[0].seconds, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Quantity(statistics.median(ratios), quartiles[2] - quartiles[0])
+
+
+def _place(row: Row, besides: str) -> dict[str, str]:
+    return {key: str(value) for key, value in row.point.items() if key != besides}
+
+
+def _figure(name: str) -> Callable[[Row, Sequence[Row]], Quantity | None]:
+    def read(row: Row, _: Sequence[Row]) -> Quantity | None:
+        value = row.figures.get(name)
+        return None if value is None else Quantity(float(value))
+
+    return read
+
+
+def _last_epoch(name: str) -> Callable[[Row, Sequence[Row]], Quantity | None]:
+    def read(row: Row, _: Sequence[Row]) -> Quantity | None:
+        epochs: list[dict[str, Any]] = row.figures.get("epochs") or []
+        value = epochs[-1].get(name) if epochs else None
+        return None if value is None else Quantity(float(value))
+
+    return read
+
+
+def _part(*names: str) -> Callable[[Row, Sequence[Row]], Quantity | None]:
+    def read(row: Row, _: Sequence[Row]) -> Quantity | None:
+        return Quantity(sum(row.parts.get(name, 0.0) for name in names)) if row.parts else None
+
+    return read
+
+
+def _share(*names: str) -> Callable[[Row, Sequence[Row]], Quantity | None]:
+    def read(row: Row, _: Sequence[Row]) -> Quantity | None:
+        whole = sum(row.parts.get(name, 0.0) for name in (*COMPUTE, *COMMUNICATION))
+        return Quantity(sum(row.parts.get(name, 0.0) for name in names) / whole) if whole else None
+
+    return read
+
+
+def _overlap(row: Row, _: Sequence[Row]) -> Quantity | None:
+    hidden = row.parts.get("hidden")
+    exposed = row.parts.get("wire", 0.0) + row.parts.get("wait", 0.0)
+    return None if hidden is None or hidden + exposed == 0 else Quantity(hidden / (hidden + exposed))
+
+
+def _gradient_bandwidth(row: Row, _: Sequence[Row]) -> Quantity | None:
+    size, wire = row.figures.get("gradient_bytes"), row.parts.get("wire", 0.0) + row.parts.get("hidden", 0.0)
+    return Quantity(size / wire) if size and wire else None
+
+
+def _bus_bandwidth(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    one = _gradient_bandwidth(row, rows)
+    return None if one is None else Quantity(one.value * 2 * (row.workers - 1) / row.workers)
+
+
+VALUES: dict[str, Value] = {
+    "step": Value(
+        "step", "s", _step, "Median wall time of a step on the slowest rank; ± half the distance of the quartiles."
+    ),
+    "mean_step": Value("average step", "s", _mean_step, "Mean wall time of the timed steps on the slowest rank."),
+    "throughput": Value("samples/s", "samples/s", _throughput, "Global batch / median step time."),
+    "epoch": Value("epoch", "s", _epoch, "Median step time x steps of one pass over the training set."),
+    "speedup": Value(
+        "speed-up", "x", _speedup,
+        "Throughput(n) / throughput(1): strong scaling at one global batch, weak at one batch per worker.",
+    ),
+    "efficiency": Value("efficiency", "%", _efficiency, "Speed-up / workers."),
+    "time_to_ddp": Value("time/ddp", "x", _time_to_ddp, "Median over rounds of step time / ddp's in the same round."),
+    "loss": Value("loss", "", _figure("loss"), "Mean loss over the global batch of the last step."),
+    "train_loss": Value("training loss", "", _last_epoch("train_loss"), "Sum of losses / samples, last epoch."),
+    "train_accuracy": Value("training accuracy", "%", _last_epoch("train_accuracy"), "Right / samples, last epoch."),
+    "test_loss": Value("test loss", "", _last_epoch("test_loss"), "Sum of losses / samples of the whole test set."),
+    "test_accuracy": Value("test accuracy", "%", _last_epoch("test_accuracy"), "Right / samples, whole test set."),
+    **{
+        name: Value(name, "s", _part(name), f"The {name} part of the step, mean over ranks and steps; see the parts.")
+        for name in PARTS
+    },
+    "compute": Value("compute", "s", _part(*COMPUTE), "Data, forward, backward, update and other."),
+    "communication": Value("communication", "s", _part(*COMMUNICATION), "Pack, wait and exposed wire."),
+    "compute_share": Value("compute", "%", _share(*COMPUTE), "Compute / step."),
+    "communication_share": Value("communication", "%", _share(*COMMUNICATION), "Exposed communication / step."),
+    "hidden": Value("hidden", "s", _part("hidden"), "Communication behind backward: beside the step, not inside it."),
+    "overlap": Value("overlap", "%", _overlap, "Hidden / (hidden + exposed wait + exposed wire)."),
+    "bandwidth": Value(
+        "algorithm bandwidth", "B/s", _gradient_bandwidth, "Gradient bytes / time of transfer, hidden or not."
+    ),
+    "bus_bandwidth": Value("bus bandwidth", "B/s", _bus_bandwidth, "Algorithm bandwidth x 2(n-1)/n."),
+    "memory": Value("peak memory", "B", _figure("peak_bytes"), "Largest resident size of a rank."),
+}  # fmt: skip

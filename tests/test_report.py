@@ -1,0 +1,142 @@
+"""Reports: the files that are written, and what a browser makes of the page."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from syncline.report.page import as_csv, html, markdown, write_report
+from syncline.study.contents import Contents, study_contents
+from syncline.study.file import load_study
+from syncline.study.rows import Row
+from syncline.study.timeline import Bar, Timeline
+
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+MACHINE = {"processor": "P <1>", "cores": 2, "memory_bytes": 2**34, "torch": "2", "syncline": "0"}
+PARTS = {"data": 0.01, "forward": 0.1, "backward": 0.2, "wire": 0.1, "wait": 0.05, "update": 0.02, "hidden": 0.1}
+
+
+def rows() -> list[Row]:
+    found = []
+    for stage, key in (("weak", "batch_per_worker"), ("strong", "global_batch")):
+        for nodes in (1, 2, 4):
+            for number, method in enumerate(("single", "gather-scatter", "all-reduce", "ddp", "bucketed")):
+                if method != "single" or nodes == 1:
+                    batch = 16 * nodes if stage == "weak" else 16
+                    point = {"nodes": nodes, "workers": nodes, "method": method, "global_batch": batch, key: 16}
+                    seconds = [0.4 + 0.05 * number * nodes + 0.001 * i for i in range(5)]
+                    found.append(Row(stage, point, seconds=seconds, figures={"loss": 2.0}, parts=PARTS))
+    losses = [{"step": 20, "loss": 2.3}, {"step": 40, "loss": 2.1}]
+    for method in ("ddp", "all-reduce"):
+        figures = {"losses": losses, "epochs": [{"train_loss": 2.0, "test_loss": 2.1, "test_accuracy": 0.2}]}
+        found.append(
+            Row("train", {"method": method, "workers": 2, "global_batch": 32}, seconds=[0.4], figures=figures)
+        )
+    exact = {"status": "bitwise"}
+    certificate = {"method": "ddp", "workers": 2, "model": "cnn", "sequential": exact, "one_worker": exact}
+    found.append(Row("certificates", {"method": "ddp"}, figures={"passed": True, **certificate}))
+    return found
+
+
+@pytest.fixture
+def contents() -> Contents:
+    _, study = load_study("cs744")
+    bars = [
+        Bar("rank 0 compute", "forward", 0.0, 10.0, "forward 10 ms"),
+        Bar("rank 0 communication", "bucket 0", 5.0, 3.0, "x"),
+    ]
+    timeline = Timeline("One step of ddp", ["rank 0 compute", "rank 0 communication"], bars)
+    return study_contents(
+        study, rows(), MACHINE, answers=True, timelines=[timeline],
+        schedules=[("ring", "<svg><title>ring</title></svg>")],
+        skipped=[("cell x", "needs 99 GiB")], repeat="syncline lab cs744", plans=[("one", 'model = "</script>"')],
+    )  # fmt: skip
+
+
+class Counter(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_the_page_holds_every_table_and_figure_and_needs_no_network(contents: Contents) -> None:
+    text = html(contents)
+    counter = Counter()
+    counter.feed(re.sub(r"<script>.*?</script>", "", text, count=1, flags=re.S))
+    tables = [tag for tag, _ in counter.tags if tag == "table"]
+    assert len(tables) == len(contents.tables) + 1 + 1, "all tables, the main one, the certificates"
+    plots = [given for tag, given in counter.tags if tag == "div" and given.get("class") == "plot"]
+    assert len(plots) == len(contents.figures) + 1 + 1
+    assert all(given["aria-label"] for given in plots), "a text for those who cannot see the picture"
+    assert not [given for _, given in counter.tags if str(given.get("src", "")).startswith("http")]
+    assert not [
+        given for tag, given in counter.tags if tag == "link" and str(given.get("href", "")).startswith("http")
+    ]
+
+
+def test_what_users_write_cannot_break_the_page(contents: Contents) -> None:
+    text = html(contents)
+    assert "P &lt;1&gt;" in text
+    assert "model = &#34;&lt;/script&gt;&#34;" in text
+
+
+def test_markdown_has_the_same_tables_and_pictures(contents: Contents, tmp_path: Path) -> None:
+    page = write_report(contents, tmp_path / "report")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert page == tmp_path / "report" / "index.html"
+    pictures = re.findall(r"\]\((figures/[^)]+)\)", text)
+    assert len(pictures) == len(contents.figures) + 2
+    assert all((tmp_path / "report" / name).stat().st_size > 0 for name in pictures)
+    assert (tmp_path / "report" / "figures" / "step-time-by-method.png").read_bytes().startswith(b"\x89PNG")
+    assert contents.answer in text
+    assert "| single | 403 ±1 ms |" in text or "| single | 402" in text
+    assert "- not run: cell x: needs 99 GiB" in text
+
+
+def test_csv_has_plain_numbers(contents: Contents) -> None:
+    assert contents.main_table is not None
+    lines = as_csv(contents.main_table).splitlines()
+    assert lines[0] == "method,1 nodes,2 nodes,4 nodes"
+    assert float(lines[1].split(",")[1]) == pytest.approx(0.402)
+
+
+def test_answers_can_be_left_open() -> None:
+    _, study = load_study("cs744")
+    text = markdown(study_contents(study, rows(), MACHINE, answers=False))
+    assert "(left open)" in text
+    assert "fastest" not in text
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [1200, 390])
+def test_a_browser_draws_everything_without_an_error(contents: Contents, tmp_path: Path, width: int) -> None:
+    page = write_report(contents, tmp_path / "report")
+    drawn, errors = open_in_browser(page, width, tmp_path)
+    assert errors == []
+    assert drawn.count('class="main-svg"') >= len(contents.figures) + 2
+    assert drawn.count("<table") == len(contents.tables) + 2
+
+
+def open_in_browser(page: Path, width: int, scratch: Path) -> tuple[str, list[str]]:
+    """The page's document after its scripts ran, and what it complained of."""
+    assert BROWSER is not None
+    result = subprocess.run(
+        [
+            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+            f"--user-data-dir={scratch / 'profile'}", f"--window-size={width},900", "--enable-logging=stderr",
+            "--virtual-time-budget=10000", "--dump-dom", page.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    errors = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+    return result.stdout, errors
