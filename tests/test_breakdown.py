@@ -63,8 +63,9 @@ def test_wait_is_charged_to_the_last_rank_and_its_bucket() -> None:
 
 def test_instant_is_wire_if_any_pending_bucket_is_ready_everywhere() -> None:
     """b is ready on both ranks although a, which is sent first, is not: the link could work, so it is not wait."""
-    first = rank_step(0, PHASES, {"a": (40, 60, 70), "b": (50, 70, 80)}, end=95)
-    second = rank_step(1, PHASES, {"a": (59, 60, 70), "b": (45, 70, 80)}, end=95)
+    early = {"z": (30, 31, 39)}
+    first = rank_step(0, PHASES, {**early, "a": (40, 60, 70), "b": (50, 70, 80)}, end=95)
+    second = rank_step(1, PHASES, {**early, "a": (59, 60, 70), "b": (45, 70, 80)}, end=95)
     found = break_down(step_of(first, second))[0]
     assert found.parts["wait"] == 0
     assert found.parts["wire"] == 30 * MS
@@ -76,6 +77,17 @@ def test_leader_and_follower_call_one_bucket_by_two_labels() -> None:
     found = break_down(step_of(leader, follower))
     assert [(one.rank, one.bucket, one.duration / MS) for one in found[0].waits] == [(1, "bucket 0", 15)]
     assert found[0].wire == {"bucket 0": 20 * MS}
+
+
+def test_rank_that_sends_after_backward_is_waited_for_until_its_backward_ends() -> None:
+    """Rank 1 has b ready at 45, but offers nothing before its last gradient at 75: that is waiting, not wire."""
+    early = rank_step(0, PHASES, {"a": (50, 61, 77), "b": (30, 77, 79)}, end=95)
+    late_phases = {**PHASES, "backward": (20, 76), "sync": (76, 80)}
+    late = rank_step(1, late_phases, {"a": (75, 76, 77), "b": (45, 77, 79)}, end=95)
+    found = break_down(step_of(early, late))
+    assert [(one.rank, one.bucket, one.duration / MS) for one in found[0].waits] == [(1, "a", 25)]
+    assert found[0].wire == {"a": 2 * MS, "b": 2 * MS}
+    assert found[1].parts["wait"] == 0
 
 
 def test_three_ranks_wait_for_the_last_of_them() -> None:

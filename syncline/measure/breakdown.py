@@ -7,8 +7,9 @@ synchronisation is the exposed window. In it an instant is
     wire   if any pending bucket (ready here, not yet ended here) is ready on all ranks
     wait   otherwise: until the first pending bucket is ready everywhere, charged to the last rank and that bucket
 
-Copying inside backward is pack, too. What no phase covers is other. Transfers under way before the window are hidden
-communication: it stands beside the parts, not among them. Times are nanoseconds.
+A rank that sends nothing before its last gradient is ready (the methods after backward) offers its buckets only then:
+that is when they count as ready. Copying inside backward is pack, too. What no phase covers is other. Transfers under
+way before the window are hidden communication: it stands beside the parts, not among them. Times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from syncline.measure.events import RankStep, Step, Transfer
 
@@ -62,8 +63,20 @@ class RankBreakdown:
 
 def break_down(step: Step) -> dict[int, RankBreakdown]:
     """Every rank's breakdown of a step that all ranks have finished."""
-    buckets = {rank: buckets_of(one) for rank, one in step.ranks.items()}
+    buckets = offered(step)
     return {rank: _break_down(one, buckets) for rank, one in step.ranks.items()}
+
+
+def offered(step: Step) -> dict[int, dict[str, Bucket]]:
+    """Every rank's buckets, ready when the rank would send them: after backward, if it sends none before."""
+    return {rank: _offered(buckets_of(one)) for rank, one in step.ranks.items()}
+
+
+def _offered(own: dict[str, Bucket]) -> dict[str, Bucket]:
+    last_ready = max((one.ready for one in own.values()), default=0)
+    if any(one.start < last_ready for one in own.values()):
+        return own
+    return {label: replace(one, ready=last_ready) for label, one in own.items()}
 
 
 def buckets_of(rank_step: RankStep) -> dict[str, Bucket]:
@@ -145,7 +158,7 @@ def _claim_transfers(
     }
     waits = [
         Wait(everywhere[one.label][1], one.label, taken)
-        for one in sorted(mine, key=lambda one: everywhere[one.label])
+        for one in sorted(mine, key=lambda one: (everywhere[one.label], one.start))
         if (taken := exposed.take(one.ready, min(everywhere[one.label][0], one.end)))
     ]
     return wire, waits
@@ -284,7 +297,7 @@ def _bucket_means(steps: Sequence[Step], found: Sequence[Mapping[int, RankBreakd
     durations: dict[str, list[int]] = defaultdict(list)
     wire: dict[str, int] = defaultdict(int)
     for step, broken in zip(steps, found, strict=True):
-        buckets = {rank: buckets_of(one) for rank, one in step.ranks.items()}
+        buckets = offered(step)
         for rank, own in buckets.items():
             for label, one in own.items():
                 ready, _ = last_to_be_ready(label, buckets)

@@ -20,6 +20,7 @@ from syncline.measure.breakdown import (
     break_down,
     buckets_of,
     last_to_be_ready,
+    offered,
     summarise,
 )
 from syncline.measure.contention import COMPUTE, Contention, bare_times, contention
@@ -313,13 +314,13 @@ def _cores(run: RunFolder) -> int | None:
 
 def _explain_step(run: RunFolder, method: str, step: Step, events: Events) -> StepExplanation:
     found = break_down(step)
-    buckets = {rank: buckets_of(one) for rank, one in step.ranks.items()}
+    buckets, sendable = {rank: buckets_of(one) for rank, one in step.ranks.items()}, offered(step)
     zero = min(one.start for one in step.ranks.values())
     ranks = []
     for rank, one in step.ranks.items():
         rows = []
         for label, bucket in buckets[rank].items():
-            everywhere, last = last_to_be_ready(label, buckets)
+            everywhere, last = last_to_be_ready(label, sendable)
             waited = sum(wait.duration for wait in found[rank].waits if wait.bucket == label)
             rows.append(
                 BucketOnRank(
