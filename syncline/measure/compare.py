@@ -115,11 +115,12 @@ class Comparison:
         shard = self._shard(entry, round_index)
         slowed = self.plan.inject.threads if self.communicator.rank == self.plan.inject.rank else None
         torch.set_num_threads(slowed or entry.threads)
+        if worker is not None:
+            set_learning_rate(worker.optimizer, self._learning_rate(round_index))
         self._meet()
         self.traffic.begin()
         start_ns = time.monotonic_ns()
         if worker is not None:
-            set_learning_rate(worker.optimizer, self._learning_rate(round_index))
             result = train_step(worker, shard)
             entry.loss_sum, entry.num_samples = result.loss * result.num_samples, result.num_samples
         end_ns = time.monotonic_ns()
