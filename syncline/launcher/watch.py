@@ -27,6 +27,7 @@ _TIDY_SECONDS = 2.0
 _SHOW_CURSOR = b"\x1b[?25h"
 
 _callbacks: list[Callable[[], object]] = []
+_watchers: list[_Watcher] = []
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def start(launcher: Watched, report: Report, leftovers: Iterable[str] = ()) -> N
     # Children that user code forks (data loader workers) must be open to signals again.
     os.register_at_fork(after_in_child=_release_signals)
     watcher = _Watcher(launcher, report, tuple(leftovers))
+    _watchers.append(watcher)
     threading.Thread(target=watcher.run, name="syncline-watch", daemon=True).start()
 
 
@@ -114,6 +116,7 @@ def leave(code: int, *, callbacks: bool = False) -> NoReturn:
 
 class _Watcher:
     def __init__(self, launcher: Watched, report: Report, leftovers: tuple[str, ...]) -> None:
+        self._launcher = launcher
         self._launcher_alive = alive_check(launcher)
         self._report = report
         self._leftovers = leftovers
@@ -126,11 +129,17 @@ class _Watcher:
             caught = _next_signal(self._signals)
             if not self._launcher_alive():
                 self._report.stopped("the launcher ended")
-                for folder in self._leftovers:
-                    shutil.rmtree(folder, ignore_errors=True)
+                self.tidy_for_launcher()
                 leave(1, callbacks=True)
             if caught is not None:
                 self._obey(*caught)
+
+    def tidy_for_launcher(self) -> None:
+        """Remove what a launcher that was killed can no longer remove itself."""
+        # Asked anew: this may be another thread than the one that watches.
+        if not alive_check(self._launcher)():
+            for folder in self._leftovers:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _obey(self, number: int, sender: int) -> NoReturn:
         name = signal.Signals(number).name
@@ -184,6 +193,9 @@ def _release_signals() -> None:
 
 
 def _tidy(callbacks: bool) -> None:
+    # A rank may hear of its launcher's end from ranks on other hosts first.
+    for watcher in _watchers:
+        watcher.tidy_for_launcher()
     for callback in _callbacks if callbacks else ():
         with contextlib.suppress(Exception):
             callback()
