@@ -4,8 +4,8 @@
 
 Two emulated hosts (root or user namespaces are needed) train with `--compute sleep:`, so data, forward, backward and
 update last what the file says, and gradients of known size cross a link of known rate. How long an all-reduce of that
-size takes there is measured beforehand by itself, in plain torch, without any accounting of ours; beside it stands what
-frames with 66 bytes of headers for 1448 would need at the link's rate.
+size takes there is measured beforehand by itself, in plain torch, without any accounting of ours; beside it stands
+what frames with 66 bytes of headers for 1448 would need at the link's rate.
 
 What is exposed of it follows from when each bucket is ready: a bucket starts when it is ready on both ranks and the
 one before it has passed. Each part must lie within 5 % of the truth; parts that should be nothing, below 5 % of the
