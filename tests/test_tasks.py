@@ -90,6 +90,7 @@ def test_text_is_judged_at_the_masked_places_only() -> None:
 def test_auxiliary_heads_are_added_to_the_loss_and_not_to_the_score() -> None:
     task = TASKS[0]
     answers, targets = sample(task, 8)
+    assert AUXILIARY_WEIGHT == 0.4
     other = -answers
     expected = cross_entropy(answers, targets) + AUXILIARY_WEIGHT * cross_entropy(other, targets)
     torch.testing.assert_close(task.loss((answers, other), targets), expected)
