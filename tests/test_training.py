@@ -20,7 +20,7 @@ from syncline.spans import read_log
 from syncline.store import RunFolder, create_run
 
 PHASES = {"data", "forward", "backward", "sync", "update"}
-SENDING = [name for name in METHODS if name not in ("single", "auto", "mpi")]
+SENDING = [name for name in METHODS if name not in ("single", "auto", "mpi", "data-parallel")]
 """auto is one of the others, and mpi has a world of its own."""
 
 
