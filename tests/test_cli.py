@@ -18,6 +18,7 @@ import pytest
 from conftest import Cli
 
 from syncline.cli.compare import IN_ONE_WORLD
+from syncline.cli.verify import SENDING
 from syncline.plan import METHODS, parse_plan
 
 PLACE = ("--hosts", "--workers-per-host", "--link", "--nodes", "--node-rank", "--rendezvous", "--join-timeout")
@@ -326,7 +327,7 @@ def test_verify_certifies_every_method(cli: Cli) -> None:
     document = one_document(cli("verify", "--workers", 2, "--models", "cnn", "--json"))
     assert document["passed"] is True
     certified = {row["method"]: row["sequential"]["status"] for row in document["certificates"]}
-    assert list(certified) == [name for name in IN_ONE_WORLD if name != "single"]
+    assert list(certified) == SENDING
     assert certified["gather-scatter"] == certified["point-to-point"] == "bitwise"
 
 

@@ -55,17 +55,27 @@ class TorchCommunicator(Communicator):
         return TorchCommunicator(group, store, owned=whole, deadline=self.deadline, host_index=self.host_index)
 
     def part(self, name: str, groups: Sequence[Sequence[int]]) -> TorchCommunicator | None:
-        """Only the members meet, so this works within a subgroup of the world too."""
+        """Within the whole world all ranks make all groups, as torch wants it; within a subgroup only members meet.
+
+        Torch names a group of the second kind by its members, and one that was destroyed leaves its addresses behind
+        under that name: so such a group is kept, and the next one gets another name.
+        """
         self._splits += 1
-        own = next((list(group) for group in groups if self.rank in group), None)
-        if own is None:
-            return None
         ranks = dist.get_process_group_ranks(self.group)
-        made = dist.new_group(
-            [ranks[one] for one in own], self.deadline, dist.get_backend(self.group), use_local_synchronization=True
-        )
+        whole = len(ranks) == dist.get_world_size()
+        made, own = None, None
+        for group in groups:
+            member = self.rank in group
+            if whole or member:
+                members = [ranks[one] for one in group]
+                found = dist.new_group(
+                    members, self.deadline, dist.get_backend(self.group), use_local_synchronization=not whole
+                )
+                made, own = (found, list(group)) if member else (made, own)
+        if made is None or own is None:
+            return None
         store = dist.PrefixStore(f"{name}#{self._splits}/{own[0]}", self.store)
-        part = TorchCommunicator(made, store, owned=True, deadline=self.deadline, host_index=self.host_index)
+        part = TorchCommunicator(made, store, owned=whole, deadline=self.deadline, host_index=self.host_index)
         part._ranks = [self.ranks[one] for one in own]
         return part
 
