@@ -86,8 +86,8 @@ def test_buckets_are_as_full_as_the_cap_allows(plan: tuple[list[Size], list[int]
         *before, last = of_group(layout, group)
         for position, bucket in enumerate(before):
             # What is left before the small last bucket may be less than full.
-            allowed = range(1, full + 1) if bucket is before[-1] else [full]
-            assert bucket.stop - bucket.start in (range(1, small + 1) if position == 0 else allowed)
+            most = min(full, small * 2**position)
+            assert bucket.stop - bucket.start in (range(1, most + 1) if bucket is before[-1] else [most])
         assert last.start >= last.stop - small - len(last.parameters)
 
 
@@ -132,9 +132,10 @@ def test_dtypes_do_not_share_a_buffer() -> None:
     assert [bucket.group[0] for bucket in layout.buckets] == [torch.float16, torch.float32]
 
 
-def test_first_bucket_is_small_and_the_others_reach_the_cap() -> None:
-    layout = plan_layout([size(100)], [0], cap_bytes=160, first_cap_bytes=40)
-    assert [(bucket.start, bucket.stop) for bucket in layout.buckets] == [(0, 10), (10, 50), (50, 90), (90, 101)]
+def test_buckets_double_from_a_small_first_one_up_to_the_cap() -> None:
+    layout = plan_layout([size(150)], [0], cap_bytes=160, first_cap_bytes=40)
+    cuts = [(0, 10), (10, 30), (30, 70), (70, 110), (110, 140), (140, 151)]
+    assert [(bucket.start, bucket.stop) for bucket in layout.buckets] == cuts
 
 
 def test_parameter_larger_than_a_bucket_is_split_and_keeps_one_slot() -> None:

@@ -62,8 +62,9 @@ class Layout:
 def plan_layout(sizes: Sequence[Size], order: Sequence[int], *, cap_bytes: int, first_cap_bytes: int) -> Layout:
     """Place parameters in `order`, and cut at the caps.
 
-    The first bucket of a group is small, so that sending starts early; and so is the last, because it can only start
-    when backward is over, and all of it is waited for.
+    The first bucket of a group is small, so that sending starts early, and each one after it at most twice as large,
+    so that the next is ready by the time the link is free. The last is small too, because it can only start when
+    backward is over, and all of it is waited for.
     """
     slots: dict[int, Slot] = {}
     lengths: dict[Group, int] = {}
@@ -86,10 +87,11 @@ def plan_layout(sizes: Sequence[Size], order: Sequence[int], *, cap_bytes: int, 
 def _cut(
     group: Group, members: list[int], slots: dict[int, Slot], total: int, first_cap: int, cap: int
 ) -> list[Bucket]:
-    edges = [0]
-    while edges[-1] < total:
-        edges.append(min(total, edges[-1] + max(1, cap if len(edges) > 1 else min(first_cap, cap))))
     first_cap = max(1, first_cap)
+    edges, size = [0], min(first_cap, cap)
+    while edges[-1] < total:
+        edges.append(min(total, edges[-1] + max(1, size)))
+        size = min(2 * size, cap)
     if len(edges) > 1 and total - first_cap > edges[-2]:
         edges.insert(-1, total - first_cap)
     buckets = []
