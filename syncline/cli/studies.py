@@ -61,9 +61,14 @@ class StudyRun:
         guesses = {cell.name: estimate(cell) for cell in planned}
         self._announce(planned, guesses)
         clock = _Clock(planned, guesses)
-        for stage in self.stages():
-            for cell in self._cells(stage, self._best(stage)):
-                self._take(cell, clock)
+        try:
+            for stage in self.stages():
+                for cell in self._cells(stage, self._best(stage)):
+                    self._take(cell, clock)
+        except (Interrupted, KeyboardInterrupt) as error:
+            message = error.message if isinstance(error, Interrupted) else "Stopped by Ctrl-C."
+            action = f"Finished cells are kept; continue with: {self.command}"
+            raise Interrupted(message, action=action) from None
         for stage in self.study.stage:
             if self.quick and stage.quick.skip:
                 self.skipped[stage.name] = stage.quick.skip
@@ -165,10 +170,6 @@ class StudyRun:
         start = time.monotonic()
         try:
             run_cell(cell, path)
-        except (Interrupted, KeyboardInterrupt) as error:
-            message = error.message if isinstance(error, Interrupted) else "Stopped by Ctrl-C."
-            action = f"Finished cells are kept; continue with: {self.command}"
-            raise Interrupted(message, action=action) from None
         except UsageError as error:
             shutil.rmtree(path, ignore_errors=True)
             return error.message
