@@ -17,7 +17,6 @@ FEWEST_STEPS = 5
 RANKS_DISAGREE = 0.10
 OTHER_LOAD = 0.10
 WARM_UP_FACTOR = 1.5
-LINK_SHARE = 0.9
 
 
 @dataclass(frozen=True)
@@ -105,16 +104,6 @@ def other_load(share: float, what: str) -> Warning | None:
     if share <= OTHER_LOAD:
         return None
     return Warning("other load", f"{what}: {share:.0%} of the cores' time went to other processes during the run.")
-
-
-def slow_link(asked: float, measured: float, what: str) -> Warning | None:
-    """Rates in bit/s."""
-    if measured >= LINK_SHARE * asked:
-        return None
-    return Warning(
-        "link", f"{what}: the link gave {measured / 1e9:.2f} Gbit/s of the {asked / 1e9:.2f} asked for, "
-        "so times are those of a slower network."
-    )  # fmt: skip
 
 
 def unreal_time(mark: str, what: str) -> Warning:

@@ -40,7 +40,6 @@ from syncline.plan import Section, checked
 from syncline.study.answers import ANSWERS
 from syncline.study.values import VALUES
 
-FIGURES = ("bars", "stacked", "lines", "boxes", "loss", "timeline", "schedules")
 LABS = resources.files("syncline") / "labs"
 
 

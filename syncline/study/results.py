@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,3 @@ def best_points(stage: Stage, earlier: Sequence[Row]) -> Chosen:
         if group not in found or score > found[group][0]:
             found[group] = (score, {key: row.point[key] for key in chosen.keys})
     return {group: values for group, (_, values) in found.items()}
-
-
-def finished(cells: Iterable[Cell], folder: Path) -> list[Cell]:
-    return [cell for cell in cells if is_finished(folder / cell.name)]
