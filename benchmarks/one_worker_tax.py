@@ -76,7 +76,7 @@ def bare(plan, images, device) -> Contender:  # type: ignore[no-untyped-def]
 def ours(plan, images, device, log: EventLog) -> Contender:  # type: ignore[no-untyped-def]
     model = make_model(plan, device)
     sync = make_sync("single", ThreadCommunicator(ThreadWorld(1), 0))
-    batches = ImageBatches(images, seed=plan.seed, device=device, channels_last=True)
+    batches = ImageBatches(images, seed=plan.seed, channels_last=True)
     worker = Worker(model, sync.attach(model), sync, make_optimizer(plan, model), batches, log)
     shards = Sharding(len(images.train_labels), plan.global_batch, plan.seed).epoch(0)
 

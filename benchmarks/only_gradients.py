@@ -83,7 +83,7 @@ def live(communicator: Communicator, log: EventLog, case: Case, study: Study) ->
     module = attach(sync, model, case.batch_norm)
     if not case.same_start and communicator.rank == 1:
         model.load_state_dict(study.starts[1].state_dict())
-    batches = ImageBatches(images, seed=1, device=torch.device("cpu"), channels_last=False)
+    batches = ImageBatches(images, seed=1, channels_last=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     worker = Worker(model, module, sync, optimizer, batches, log)
     for step in range(steps):

@@ -44,7 +44,7 @@ def measure(model: str, batch: int, method: str, rounds: int, folder: str) -> di
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = connect(backend="gloo", rank=rank, world_size=world_size, deadline=timedelta(seconds=120))
     plan = load_plan(None, {"model": model, "data": "synthetic", "global_batch": batch, "workers": world_size})
-    batches = ImageBatches(synthetic_images(), seed=1, device=torch.device("cpu"), channels_last=True)
+    batches = ImageBatches(synthetic_images(), seed=1, channels_last=True)
     contenders, logs, communicators = {}, [], []
     path = Path(folder) / f"{model}-{batch}-{method}-rank-{rank}.jsonl"
     recording = EventLog(path, rank=rank, world_size=world_size)

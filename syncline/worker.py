@@ -254,32 +254,30 @@ def _batches(rank: Rank, plan: Plan | None = None) -> Batches:
     if plan.replayed:
         times = load_times(plan.compute)
         return ReplayedBatches(times.data_s, num_train=times.num_train, source=plan.compute_note)
-    # Loaders hand over batches in the memory of the CPU.
-    device = torch.device("cpu") if plan.loaders else rank.device
     inner: Batches
     if plan.data in IN_FILES:
-        inner = _file_batches(rank, device)
+        inner = _file_batches(rank)
     elif plan.data == "text":
-        inner = text_batches(plan, device)
+        inner = text_batches(plan)
     elif plan.data.startswith("synthetic") and not is_cifar_shaped(plan):
-        inner = made_batches(plan, device)
+        inner = made_batches(plan)
     else:
         images = load_images(plan.data, Path(plan.data_dir) if plan.data_dir else None)
-        inner = ImageBatches(images, seed=plan.seed, device=device, channels_last=plan.channels_last)
+        inner = ImageBatches(images, seed=plan.seed, channels_last=plan.channels_last)
     if not plan.loaders:
         return inner
     shard_size = -(-plan.global_batch // plan.num_ranks)
-    batches = AheadBatches(inner, num_loaders=plan.loaders, shard_size=shard_size, device=rank.device)
+    batches = AheadBatches(inner, num_loaders=plan.loaders, shard_size=shard_size, pinned=rank.device.type == "cuda")
     rank.at_end.callback(batches.close)
     return batches
 
 
-def _file_batches(rank: Rank, device: torch.device) -> FileBatches:
+def _file_batches(rank: Rank) -> FileBatches:
     plan = rank.plan
     index = load_index(plan.data, Path(plan.data_dir or ""))
     _check_same_samples(rank, index)
     size = plan.image_size or usual_image_size(plan.model)
-    return FileBatches(index, size=size, seed=plan.seed, device=device, channels_last=plan.channels_last)
+    return FileBatches(index, size=size, seed=plan.seed, channels_last=plan.channels_last)
 
 
 def _check_same_samples(rank: Rank, index: ImageIndex) -> None:

@@ -192,4 +192,4 @@ def images(num_train: int = 200, num_test: int = 47) -> ImageSet:
 
 
 def small_batches(seed: int = 3) -> Batches:
-    return ImageBatches(images(), seed=seed, device=torch.device("cpu"), channels_last=False)
+    return ImageBatches(images(), seed=seed, channels_last=False)

@@ -156,6 +156,20 @@ def test_without_counters_or_theory_there_is_nothing_to_compare() -> None:
     assert bandwidth(events, "ddp", Plan(), []) is None
 
 
+def test_sockets_say_nothing_about_mpi() -> None:
+    events = logged(counted=0)
+    of_mpi = replace(
+        events,
+        steps={"mpi": events.steps["bucketed"]},
+        records={rank: [{**one, "method": "mpi"} for one in records] for rank, records in events.records.items()},
+    )
+    found = bandwidth(of_mpi, "mpi", parse_plan({"method": "mpi", "workers": 3}), of_mpi.complete("mpi"))
+    assert found is not None
+    assert found.note == ""
+    assert found.ranks[0].counted is None
+    assert measured(events).note != ""
+
+
 def test_only_the_leaders_of_hosts_share_what_they_send() -> None:
     """As method hierarchical logs it: ranks 0 and 2 send, rank 1 copies on its host."""
     events = logged(counted=MEGABYTE)

@@ -18,7 +18,8 @@ own = torch.zeros(500_000)
 own[0] = 1 + dist.get_rank()
 dist.all_reduce(own)
 place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")]
-print(socket.gethostname(), os.environ["MASTER_ADDR"], *place, int(own[0]), flush=True)
+place.append(int(own[0]))
+print(socket.gethostname(), os.environ["MASTER_ADDR"], *place, os.environ.get("TORCH_CPP_LOG_LEVEL"), flush=True)
 dist.barrier()
 dist.destroy_process_group()
 if dist.is_initialized() or place[0] in sys.argv[1:]:
@@ -35,8 +36,9 @@ def test_script_runs_on_every_host_as_under_torchrun(cli: Cli, tmp_path: Path) -
     lines = sorted(done.stdout.splitlines())
     for rank, line in enumerate(lines):
         host, local = divmod(rank, 2)
-        assert line == f"host{host} rank {rank}: host{host} 10.0.0.1 {rank} 4 {local} 2 {host} 10"
+        assert line == f"host{host} rank {rank}: host{host} 10.0.0.1 {rank} 4 {local} 2 {host} 10 None"
     assert len(lines) == 4
+    assert "TCPStore" not in done.stderr
 
 
 def test_failing_rank_gives_exit_code_host_and_its_own_words(cli: Cli, tmp_path: Path) -> None:
@@ -44,9 +46,9 @@ def test_failing_rank_gives_exit_code_host_and_its_own_words(cli: Cli, tmp_path:
     done = cli("cluster", "run", "--hosts", 2, "--log-dir", "logs", "--", "python", tmp_path / "script.py", "1")
     assert done.returncode == 7, done.stderr
     assert done.stderr.endswith("this is my own mistake\nsyncline: [rank 1] ended with exit code 7 on host1.\n")
-    assert done.stdout == "host0 10.0.0.1 0 2 0 1 0 3\n", "rank 0 alone is shown"
+    assert done.stdout == "host0 10.0.0.1 0 2 0 1 0 3 None\n", "rank 0 alone is shown"
     logged = (tmp_path / "work" / "logs" / "rank-1.stdout.log").read_text()
-    assert logged == "host1 10.0.0.1 1 2 0 1 1 3\n"
+    assert logged == "host1 10.0.0.1 1 2 0 1 1 3 None\n"
 
 
 def test_interrupt_ends_every_host(tmp_path: Path) -> None:

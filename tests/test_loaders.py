@@ -29,8 +29,6 @@ from syncline.workload.image_index import update_index
 from syncline.workload.loaders import LoaderLost, Loaders
 from syncline.workload.sharding import Shard, Sharding
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module")
 def faces(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -39,16 +37,16 @@ def faces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def face_batches(folder: Path, *, channels_last: bool = True) -> FileBatches:
     index, _ = update_index("imdb-wiki", folder, folder.parent / "cache")
-    return FileBatches(index, size=24, seed=5, device=CPU, channels_last=channels_last)
+    return FileBatches(index, size=24, seed=5, channels_last=channels_last)
 
 
 def memory_batches(channels_last: bool = False) -> ImageBatches:
-    return ImageBatches(images(), seed=3, device=CPU, channels_last=channels_last)
+    return ImageBatches(images(), seed=3, channels_last=channels_last)
 
 
 @contextmanager
 def loading(inner: Batches, num_loaders: int, shard_size: int = 8) -> Iterator[AheadBatches]:
-    batches = AheadBatches(inner, num_loaders=num_loaders, shard_size=shard_size, device=CPU)
+    batches = AheadBatches(inner, num_loaders=num_loaders, shard_size=shard_size)
     try:
         yield batches
     finally:
@@ -197,9 +195,8 @@ import torch
 from syncline.workload.ahead import AheadBatches
 from syncline.workload.batches import ImageBatches
 from syncline.workload.sharding import Sharding
-cpu = torch.device("cpu")
-inner = ImageBatches(images(), seed=3, device=cpu, channels_last=False)
-batches = AheadBatches(inner, num_loaders=2, shard_size=8, device=cpu)
+inner = ImageBatches(images(), seed=3, channels_last=False)
+batches = AheadBatches(inner, num_loaders=2, shard_size=8)
 upcoming = batches.announce(Sharding(200, 8, 3, 0, 1).epoch(0))
 batches.train(next(upcoming))
 print(*[process.pid for process in batches._loaders._processes], flush=True)

@@ -15,11 +15,9 @@ from syncline.workload.shapes import made_batches, synthetic_task
 from syncline.workload.sharding import Sharding
 from syncline.workload.tasks import NO_ANSWER
 
-CPU = torch.device("cpu")
-
 
 def made(model: str = "vgg11", data: str = "synthetic", **keys: int) -> Batches:
-    return made_batches(Plan(model=model, data=data, channels_last=False, **keys), CPU)  # type: ignore[arg-type]
+    return made_batches(Plan(model=model, data=data, channels_last=False, **keys))  # type: ignore[arg-type]
 
 
 KINDS = {
@@ -78,7 +76,7 @@ def test_every_model_gets_data_of_its_usual_shape() -> None:
 
 
 def test_images_are_of_the_right_size_and_layout_and_ages_of_the_right_range() -> None:
-    batches = made_batches(Plan(model="resnet50", data="synthetic-ages", image_size=40), CPU)
+    batches = made_batches(Plan(model="resnet50", data="synthetic-ages", image_size=40))
     inputs, targets = batch(batches)
     assert inputs.shape == (11, 3, 40, 40)
     assert inputs.is_contiguous(memory_format=torch.channels_last)

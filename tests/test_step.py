@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from syncline.comm import Communicator
 from syncline.spans import EventLog
 from syncline.sync import make_sync
-from syncline.train.step import StepResult, Worker, discarded_backward, train_step
+from syncline.train.step import StepResult, Worker, copied_to, discarded_backward, train_step
 from syncline.workload.models import build_model
 from syncline.workload.sharding import Shard, Sharding
 
@@ -156,3 +157,18 @@ def test_discarded_backward_leaves_no_trace(method: str) -> None:
             assert torch.equal(tensor, before[name]), name
 
     on_threads(1, live)
+
+
+def test_copying_to_another_device_is_a_part_of_the_step() -> None:
+    batch = small_batches().train(next(Sharding(200, 4, 7).epoch(0)))
+    begun: list[str] = []
+
+    def phase(name: str) -> AbstractContextManager[None]:
+        begun.append(name)
+        return nullcontext()
+
+    assert copied_to(torch.device("cpu"), batch, phase) is batch
+    assert begun == []
+    inputs, targets = copied_to(torch.device("meta"), batch, phase)
+    assert inputs.device.type == targets.device.type == "meta"
+    assert begun == ["copy"]

@@ -222,6 +222,30 @@ def test_a_loss_figure_has_a_line_for_each_run() -> None:
     assert (figure.series[0].x, figure.series[0].y) == ([20, 40], [2.0, 1.5])
 
 
+def test_a_loss_table_has_a_line_for_each_run_and_rank() -> None:
+    noted = [{"step": 20, "loss": 2.0, "by_rank": [1.5, 2.5]}, {"step": 40, "loss": 1.0, "by_rank": [1.0, None]}]
+    table = build_table(Table(title="t", kind="losses", stage="s"), [row("ddp", 2, figures={"losses": noted})])
+    assert table.columns == ["method", "rank", "step 20", "step 40"]
+    assert table.rows == [["ddp", "0", "1.5000", "1.0000"], ["ddp", "1", "2.5000", "-"]]
+    assert table.numbers[1] == [None, None, 2.5, None]
+    with pytest.raises(ValueError, match="needs values"):
+        Table(title="t", stage="s")
+
+
+def test_times_are_drawn_step_by_step() -> None:
+    figure = build_figure(Figure(title="T", kind="times", stage="s"), [row("ddp", 2, 0.5, 0.7), row("single", 1)])
+    assert figure is not None
+    assert [(one.name, one.x, one.y) for one in figure.series] == [("ddp", [1, 2], [0.5, 0.7])]
+
+
+def test_an_axis_of_several_values_is_called_time_only_if_they_are_times() -> None:
+    rows = [row("ddp", 2, 1.0, parts={"wire": 0.1}, figures={"epochs": [{"train_loss": 2.0, "test_loss": 2.1}]})]
+    for values, label in ((["step", "wire"], "time"), (["train_loss", "test_loss"], "training loss, test loss")):
+        figure = build_figure(Figure(title="F", kind="bars", stage="s", values=values), rows)
+        assert figure is not None
+        assert figure.y_label == label
+
+
 def test_without_answers_the_questions_stay_open() -> None:
     _, study = load_study("cs744")
     contents = study_contents(study, [], {}, answers=False)

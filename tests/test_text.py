@@ -49,7 +49,7 @@ def book(tmp_path: Path) -> Path:
 
 def test_batches_hide_tokens_of_consecutive_windows(book: Path) -> None:
     plan = Plan(model="bert-small", data="text", data_dir=str(book), sequence_length=20)
-    batches = text_batches(plan, torch.device("cpu"))
+    batches = text_batches(plan)
     assert (batches.num_train, batches.num_test) == (90, 10)
     assert batches.task.num_classes == FIRST + BYTES + len(WORDS.split()) + 0
     shard = next(Sharding(90, 9, 1, shuffle=False).epoch(0))

@@ -53,19 +53,18 @@ def _describe_files(plan: Plan) -> None:
 
 
 def _decoding_speed(plan: Plan) -> str:
-    import torch
 
     from syncline.workload.ahead import AheadBatches, announced
     from syncline.workload.file_batches import USUAL_SIZE, FileBatches
     from syncline.workload.sharding import Sharding
     from syncline.workload.sources import load_index
 
-    cpu, num_loaders = torch.device("cpu"), plan.loaders or 1
+    num_loaders = plan.loaders or 1
     index = load_index(plan.data, Path(plan.data_dir or ""))
-    files = FileBatches(index, size=USUAL_SIZE, seed=plan.seed, device=cpu, channels_last=plan.channels_last)
+    files = FileBatches(index, size=USUAL_SIZE, seed=plan.seed, channels_last=plan.channels_last)
     count = min(TRIED, files.num_train)
     batch = min(32, count)
-    batches = AheadBatches(files, num_loaders=num_loaders, shard_size=batch, device=cpu)
+    batches = AheadBatches(files, num_loaders=num_loaders, shard_size=batch)
     try:
         started = time.perf_counter()
         for shard in announced(batches, Sharding(count, batch, plan.seed, 0, 1).epoch(0)):

@@ -35,7 +35,7 @@ from syncline.sync.batch_norm import Policy, attach
 from syncline.sync.mean import mean_in_rank_order
 from syncline.sync.sync_batch_norm import Statistics, synchronise_batch_norm
 from syncline.train.step import Worker, gradient_step
-from syncline.workload.batches import Batches
+from syncline.workload.batches import Batches, device_of, on_device
 from syncline.workload.sharding import Shard, Sharding
 
 LEARNING_RATE = 0.01
@@ -202,7 +202,7 @@ class Certifier:
 def _gradient(model: nn.Module, batches: Batches, shard: Shard, weight: float) -> Tensor:
     """Plain PyTorch on purpose: but for the loss of the samples, the reference shares no code with what it judges."""
     model.zero_grad()
-    inputs, targets = batches.train(shard)
+    inputs, targets = on_device(batches.train(shard), device_of(model))
     (batches.task.loss(model(inputs), targets) * weight).backward()
     return _flat_gradient(model)
 

@@ -49,6 +49,8 @@ def build_figure(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
     here = matching(rows, spec.stage, spec.where)
     if spec.kind == "loss":
         return _losses(spec, here)
+    if spec.kind == "times":
+        return _times(spec, here)
     values = [VALUES[name] for name in spec.values]
     if spec.kind == "stacked" or len(values) > 1:
         series = [_series(value.label, value, here, rows, spec) for value in values]
@@ -66,7 +68,7 @@ def build_figure(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
         title=spec.title,
         kind=kind,
         x_label=key_label(spec.x),
-        y_label=", ".join(dict.fromkeys(value.label for value in values)) if len(values) == 1 else "time",
+        y_label="time" if len(values) > 1 and values[0].unit == "s" else ", ".join(value.label for value in values),
         unit=values[0].unit,
         series=series,
         note=spec.note,
@@ -106,3 +108,14 @@ def _losses(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
         if lines:
             series.append(Series(row.label(keys), [one["step"] for one in lines], [one["loss"] for one in lines]))
     return FigureData(spec.title, "lines", "step", "loss", "", series, spec.note) if series else None
+
+
+def _times(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
+    """The time of every timed step on the slowest rank, one line a run."""
+    keys = spec.series or ["method"]
+    series = [
+        Series(row.label(keys), list(range(1, len(row.seconds) + 1)), list(row.seconds))
+        for row in rows
+        if row.seconds
+    ]
+    return FigureData(spec.title, "lines", "timed step", "time", "s", series, spec.note) if series else None

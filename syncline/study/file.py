@@ -94,20 +94,28 @@ class Stage(Section):
 
 class Table(Section):
     title: str
+    kind: Literal["values", "losses"] = "values"
+    """values: one line for each combination of `rows`; losses: every rank's loss lines of the stage's trainings."""
     stage: str
     rows: list[str] = Field(default_factory=lambda: ["method"])
     columns: list[str] = Field(default_factory=list)
-    values: list[str] = Field(min_length=1)
+    values: list[str] = Field(default_factory=list)
     where: dict[str, Any] = Field(default_factory=dict)
     """Only results with these values."""
     main: bool = False
     """On the first screen of the report."""
     note: str = ""
 
+    @model_validator(mode="after")
+    def _shows_something(self) -> Self:
+        if (self.kind == "values") != bool(self.values):
+            raise ValueError(f"table {self.title!r}: kind values needs values, and no other kind takes any.")
+        return self
+
 
 class Figure(Section):
     title: str
-    kind: Literal["bars", "stacked", "lines", "boxes", "loss", "timeline", "schedules"]
+    kind: Literal["bars", "stacked", "lines", "boxes", "loss", "times", "timeline", "schedules"]
     stage: str = ""
     x: str = "method"
     series: list[str] = Field(default_factory=list)

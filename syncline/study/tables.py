@@ -46,6 +46,8 @@ def key_label(key: str) -> str:
 def build_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
     """One line for each combination of row keys, one column for each value and combination of column keys."""
     here = matching(rows, spec.stage, spec.where)
+    if spec.kind == "losses":
+        return _loss_table(spec, here)
     lines = _combinations(here, spec.rows)
     across = _combinations(here, spec.columns) if spec.columns else [()]
     columns = [key_label(key) for key in spec.rows]
@@ -65,6 +67,30 @@ def build_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
         marks=list(dict.fromkeys(mark for row in here for mark in row.marks)),
         note=spec.note,
         baseline=BASELINE if any(row.method == BASELINE for row in here) else "",
+    )
+
+
+def _loss_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
+    """One line for each run and rank, one column for each step at which the loss was noted."""
+    noted = [(row, line) for row in rows for line in row.figures.get("losses") or []]
+    steps = sorted({line["step"] for _, line in noted})
+    found: dict[tuple[Any, ...], dict[int, float]] = {}
+    for row, line in noted:
+        for rank, loss in enumerate(line["by_rank"]):
+            if loss is not None:
+                found.setdefault((*_combinations([row], spec.rows)[0], rank), {})[line["step"]] = loss
+    return TableData(
+        title=spec.title,
+        columns=[*(key_label(key) for key in spec.rows), "rank", *(f"step {step}" for step in steps)],
+        rows=[
+            [*map(str, who), *(f"{own[step]:.4f}" if step in own else "-" for step in steps)]
+            for who, own in found.items()
+        ],
+        numbers=[[*(None for _ in who), *(own.get(step) for step in steps)] for who, own in found.items()],
+        definitions=[("loss", "Mean loss over the rank's own shard of that step's global batch.")],
+        warnings=[],
+        marks=[],
+        note=spec.note,
     )
 
 

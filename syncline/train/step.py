@@ -8,7 +8,7 @@ gradient, the one that a single worker would compute on the whole batch, so all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from syncline.spans import EventLog
 from syncline.sync import GradientSync
 from syncline.sync.sync_batch_norm import SyncBatchNorm, samples_not_counted
 from syncline.train.delays import NO_DELAYS, Delayed, Delays
-from syncline.workload.batches import Batches
+from syncline.workload.batches import Batches, device_of, on_device
 from syncline.workload.sharding import Shard
 
 Part = tuple[Tensor, Any, Tensor]
@@ -86,7 +86,8 @@ def _forward_and_backward(worker: Worker, shard: Shard) -> Part:
     phase = worker.phase
     empty = len(shard.indices) == 0
     with phase("data"):
-        inputs, targets = worker.batches.train(shard)
+        batch = worker.batches.train(shard)
+    inputs, targets = copied_to(device_of(worker.model), batch, worker.phase)
 
     with standing_in(worker.model, when=empty):
         with phase("forward"):
@@ -97,6 +98,16 @@ def _forward_and_backward(worker: Worker, shard: Shard) -> Part:
         with phase("backward"):
             (loss * shard.weight).backward()
     return (loss.detach(), outputs, targets[:0] if empty else targets)
+
+
+def copied_to(
+    device: torch.device, batch: tuple[Tensor, Tensor], phase: Callable[[str], AbstractContextManager[None]]
+) -> tuple[Tensor, Tensor]:
+    """The batch where the model is; a part of the step where that is another device than the data's."""
+    if device == batch[0].device:
+        return batch
+    with phase("copy"):
+        return on_device(batch, device)
 
 
 def _result(worker: Worker, parts: list[Part], num_samples: int) -> StepResult:

@@ -22,14 +22,14 @@ PIECES_PER_LOADER = 2
 
 
 class AheadBatches:
-    """`inner` gives tensors on the CPU; here they go to the device. `shard_size`: samples in the usual shard."""
+    """`shard_size`: samples in the usual shard. `pinned`: in memory that a GPU can read by itself."""
 
-    def __init__(self, inner: Batches, *, num_loaders: int, shard_size: int, device: torch.device) -> None:
+    def __init__(self, inner: Batches, *, num_loaders: int, shard_size: int, pinned: bool = False) -> None:
         self.task = inner.task
         self.source = inner.source
         self.num_train = inner.num_train
         self.num_test = inner.num_test
-        self._device = device
+        self._pinned = pinned
         self._dtype = torch.float32
         self._piece = max(2, -(-shard_size // (PIECES_PER_LOADER * num_loaders)))  # two: an empty shard's stand-ins
         pieces = -(-max(2, shard_size) // self._piece)
@@ -113,16 +113,16 @@ class AheadBatches:
         self._loaders.take(ticket, put)
         inputs, targets = batch
         dtype = self._dtype if inputs.is_floating_point() else inputs.dtype
-        return inputs.to(self._device, dtype, non_blocking=True), targets.to(self._device, non_blocking=True)
+        return inputs.to(dtype), targets
 
     def _room(self, like: Tensor, num_samples: int) -> Tensor:
-        """For a whole batch, laid out like one of its pieces; for a GPU in memory that it can read by itself."""
+        """For a whole batch, laid out like one of its pieces."""
         is_last = (
             like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()
         )
         layout = torch.channels_last if is_last else torch.contiguous_format
-        pinned = self._device.type == "cuda"
-        return torch.empty((num_samples, *like.shape[1:]), dtype=like.dtype, memory_format=layout, pin_memory=pinned)
+        shape = (num_samples, *like.shape[1:])
+        return torch.empty(shape, dtype=like.dtype, memory_format=layout, pin_memory=self._pinned)
 
     def _forget(self, tickets: dict[Any, Ticket]) -> None:
         for ticket in tickets.values():

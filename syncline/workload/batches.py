@@ -1,4 +1,4 @@
-"""Batches: from sample numbers to tensors on the device. What a source of data must give, and images in memory."""
+"""Batches: from sample numbers to tensors on the CPU. What a source of data must give, and images in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, Self
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncline.workload.augment import Augment
 from syncline.workload.images import ImageSet
@@ -43,6 +43,16 @@ class Batches(Protocol):
         """The same batches, with floating-point inputs of another type."""
 
 
+def device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def on_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the model is. From pinned memory the copy runs beside what the GPU is doing."""
+    inputs, targets = batch
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
 def sample_numbers(shard: Shard) -> npt.NDArray[np.int64]:
     """The shard's samples; two stand-ins for an empty one, which must still take part in the step, with weight 0.
 
@@ -54,14 +64,11 @@ def sample_numbers(shard: Shard) -> npt.NDArray[np.int64]:
 class ImageBatches:
     """An image set in memory."""
 
-    def __init__(
-        self, images: ImageSet, *, seed: int, device: torch.device, channels_last: bool, task: Task | None = None
-    ) -> None:
+    def __init__(self, images: ImageSet, *, seed: int, channels_last: bool, task: Task | None = None) -> None:
         shape = tuple(int(size) for size in images.train_images.shape[1:])
         self.task = task or classification(images.num_classes, shape)
         self._images = images
         self._augment = Augment(images.mean, images.deviation, seed=seed, channels_last=channels_last)
-        self._device = device
         self._dtype = torch.float32
 
     def in_dtype(self, dtype: torch.dtype) -> Self:
@@ -84,11 +91,8 @@ class ImageBatches:
     def train(self, shard: Shard) -> tuple[Tensor, Tensor]:
         indices = sample_numbers(shard)
         images = self._augment.train(self._images.train_images[indices], shard.epoch, indices)
-        return self._to_device(images, self._images.train_labels[indices])
+        return images.to(self._dtype), torch.from_numpy(self._images.train_labels[indices])
 
     def test(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         images = self._augment.test(self._images.test_images[start:stop])
-        return self._to_device(images, self._images.test_labels[start:stop])
-
-    def _to_device(self, images: Tensor, labels: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        return images.to(self._device, self._dtype), torch.from_numpy(labels).to(self._device)
+        return images.to(self._dtype), torch.from_numpy(self._images.test_labels[start:stop])

@@ -39,7 +39,7 @@ def usual_image_size(model: str) -> int:
 class FileBatches:
     """Batches of an indexed folder, made in this process. Memory holds one batch at a time."""
 
-    def __init__(self, index: ImageIndex, *, size: int, seed: int, device: torch.device, channels_last: bool) -> None:
+    def __init__(self, index: ImageIndex, *, size: int, seed: int, channels_last: bool) -> None:
         shape = (3, size, size)
         is_age = index.kind == "imdb-wiki"
         self.task = age_estimation(shape) if is_age else classification(len(index.class_names), shape)
@@ -49,7 +49,6 @@ class FileBatches:
         self._size = size
         self._seed = seed
         self._augment = Augment(MEAN, DEVIATION, channels_last=channels_last)
-        self._device = device
         self._dtype = torch.float32
         self._made_so_far = [0, 0.0]
 
@@ -100,4 +99,4 @@ class FileBatches:
         self._made_so_far[0] += len(numbers)
         self._made_so_far[1] += time.perf_counter() - started
         labels = torch.from_numpy(files.labels[numbers])
-        return images.to(self._device, self._dtype), labels.to(self._device)
+        return images.to(self._dtype), labels

@@ -34,7 +34,7 @@ TRAIN, TEST = 1, 2
 class MadeImages:
     """Batches of made images for a task: classes, or ages."""
 
-    def __init__(self, task: Task, *, seed: int, device: torch.device, channels_last: bool) -> None:
+    def __init__(self, task: Task, *, seed: int, channels_last: bool) -> None:
         self.task = task
         self.num_train, self.num_test = NUM_TRAIN, NUM_TEST
         size = "x".join(map(str, task.input_shape[1:]))
@@ -43,7 +43,7 @@ class MadeImages:
             f"Synthetic images of {size}, {what}: {NUM_TRAIN:,} training and {NUM_TEST:,} test images, "
             "made when they are needed."
         )
-        self._seed, self._device, self._channels_last = seed, device, channels_last
+        self._seed, self._channels_last = seed, channels_last
         self._dtype = torch.float32
         stream = np.random.Generator(np.random.Philox(key=np.array([0, 10], dtype=np.uint64)))
         channels, rows, columns = task.input_shape
@@ -75,10 +75,10 @@ class MadeImages:
         for image, down, right in zip(images, draws.below(NOISE_MARGIN), draws.below(NOISE_MARGIN), strict=True):
             rows, columns = image.shape[1:]
             image += self._noise[:, down : down + rows, right : right + columns]
-        tensor = torch.from_numpy(images).to(self._device, self._dtype)
+        tensor = torch.from_numpy(images).to(self._dtype)
         if self._channels_last:
             tensor = tensor.contiguous(memory_format=torch.channels_last)
-        return tensor, torch.from_numpy(labels).to(self._device)
+        return tensor, torch.from_numpy(labels)
 
     def _knots(self, labels: npt.NDArray[np.int64], draws: _Draws) -> Values:
         """Each sample's own pattern: its class's with something of another's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from syncline.workload.hashing import mix, word
 from syncline.workload.masking import MaskedTexts, Tokens
@@ -17,7 +16,7 @@ PERIOD = 61
 STRIDES = 8
 
 
-def made_texts(task: Task, *, seed: int, device: torch.device) -> MaskedTexts:
+def made_texts(task: Task, *, seed: int) -> MaskedTexts:
     length, vocabulary = task.input_shape[0], task.num_classes
 
     def texts(numbers: Indices, part: int) -> Tokens:
@@ -34,5 +33,4 @@ def made_texts(task: Task, *, seed: int, device: torch.device) -> MaskedTexts:
         num_test=NUM_TEST,
         source=f"Synthetic texts of {length} tokens: {NUM_TRAIN:,} to train and {NUM_TEST:,} to test on.",
         seed=seed,
-        device=device,
     )

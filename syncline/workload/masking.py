@@ -58,12 +58,11 @@ class MaskedTexts:
         num_test: int,
         source: str,
         seed: int,
-        device: torch.device,
     ) -> None:
         self.task = task
         self.num_train, self.num_test, self.source = num_train, num_test, source
         self._train, self._test = train, test
-        self._seed, self._device = seed, device
+        self._seed = seed
 
     def in_dtype(self, dtype: torch.dtype) -> Self:
         return copy.copy(self)  # tokens are whole numbers whatever the model computes in
@@ -80,4 +79,4 @@ class MaskedTexts:
     def _masked(self, tokens: Tokens, numbers: Indices, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
         count, vocabulary = self.task.answers_per_sample, self.task.num_classes
         shown, asked = mask(tokens, numbers, seed=seed, epoch=epoch, count=count, vocabulary=vocabulary)
-        return torch.from_numpy(shown).to(self._device), torch.from_numpy(asked).to(self._device)
+        return torch.from_numpy(shown), torch.from_numpy(asked)

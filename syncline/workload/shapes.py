@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from syncline.plan import Plan
 from syncline.workload.batches import Batches
 from syncline.workload.inputs import image_size, sequence_length, usual_input
@@ -30,15 +28,15 @@ def synthetic_task(plan: Plan) -> Task:
     return age_estimation(shape) if plan.data == "synthetic-ages" else classification(classes, shape)
 
 
-def made_batches(plan: Plan, device: torch.device) -> Batches:
+def made_batches(plan: Plan) -> Batches:
     """Data made up for the model: images, ages or texts."""
     task = synthetic_task(plan)
     if task.unit == "tokens":
-        return made_texts(task, seed=plan.seed, device=device)
-    return MadeImages(task, seed=plan.seed, device=device, channels_last=plan.channels_last)
+        return made_texts(task, seed=plan.seed)
+    return MadeImages(task, seed=plan.seed, channels_last=plan.channels_last)
 
 
-def text_batches(plan: Plan, device: torch.device) -> Batches:
+def text_batches(plan: Plan) -> Batches:
     """The plan's text file, in texts of its sequence length."""
     length = sequence_length(plan)
     text = read_text(Path(plan.data_dir or ""), length)
@@ -51,5 +49,4 @@ def text_batches(plan: Plan, device: torch.device) -> Batches:
         num_test=len(test),
         source=f"{text.source}; {len(train):,} texts of {length} tokens to train and {len(test):,} to test on.",
         seed=plan.seed,
-        device=device,
     )

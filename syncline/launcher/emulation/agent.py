@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,17 @@ def failure_file(log_dir: Path, host: int) -> Path:
     return log_dir / f"host-{host}.failure.json"
 
 
+def _give_ranks_the_log_level(theirs: str | None) -> None:
+    """The quiet one is for this process alone, which has read it by now."""
+    del os.environ["TORCH_CPP_LOG_LEVEL"]
+    if theirs is not None:
+        os.environ["TORCH_CPP_LOG_LEVEL"] = theirs
+
+
 def main(arguments: list[str]) -> int:
     orders: dict[str, Any] = json.loads(arguments[0])
     log_dir = Path(orders["log_dir"])
+    _give_ranks_the_log_level(orders["torch_log_level"])
     logging.disable(logging.CRITICAL)  # what torch's agent logs, tracebacks too, is about itself
     config = LaunchConfig(
         min_nodes=orders["num_hosts"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 import uuid
@@ -14,6 +15,7 @@ from syncline.launcher.emulation.cluster import EmulatedCluster
 from syncline.launcher.emulation.process import HostProcess
 from syncline.launcher.emulation.programs import program
 
+TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _PORT = 29500
 _LOOK_SECONDS = 0.05
 _ECHO_SECONDS = 1.0
@@ -53,6 +55,7 @@ def run_script(
         "log_dir": str(log_dir),
         "show_all": show_all,
         "command": list(command),
+        "torch_log_level": os.environ.get(TORCH_LOG_LEVEL),
     }
     agents = [_start_agent(cluster, host, orders) for host in range(cluster.num_hosts)]
     while not stop_requested():
@@ -69,7 +72,9 @@ def run_script(
 
 def _start_agent(cluster: EmulatedCluster, host: int, orders: dict[str, object]) -> HostProcess:
     own = {**orders, "host": host, "address": cluster.address(host)}
-    return cluster.popen(host, program("syncline.launcher.emulation.agent", json.dumps(own)))
+    # Agents leave one by one, and torch would print a C++ trace of each that finds the store of host 0 gone.
+    quiet = {**os.environ, TORCH_LOG_LEVEL: "ERROR"}
+    return cluster.popen(host, program("syncline.launcher.emulation.agent", json.dumps(own)), env=quiet)
 
 
 def _wait(agents: list[HostProcess], seconds: float) -> None:
