@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from syncline.report.page import as_csv, html, markdown, write_report
+from syncline.study.cells import Ground, expand
 from syncline.study.contents import Contents, study_contents
-from syncline.study.file import load_study
+from syncline.study.file import Study, built_in_labs, load_study
 from syncline.study.rows import Row
 from syncline.study.timeline import Bar, Timeline
 
@@ -125,6 +127,39 @@ def test_a_browser_draws_everything_without_an_error(contents: Contents, tmp_pat
     assert errors == []
     assert drawn.count('class="main-svg"') >= len(contents.figures) + 2
     assert drawn.count("<table") == len(contents.tables) + 2
+
+
+def made_up_results(study: Study) -> list[Row]:
+    """A row for every method of every cell, with something in all that a table or figure may ask for."""
+    found = []
+    for stage in study.stage:
+        for number, cell in enumerate(expand(study, stage, Ground(), quick=True)):
+            plan = cell.plan.model_dump()
+            for method in cell.methods or (cell.plan.method,):
+                point = {key: plan[key] for key in ("model", "workers", "threads", "global_batch", "compute")}
+                losses = [{"step": step, "loss": 2.0, "by_rank": [1.9, 2.1]} for step in (10, 20)]
+                epochs = [{"train_loss": 2.0, "train_accuracy": 0.2, "test_loss": 2.1, "test_accuracy": 0.2}]
+                figures = {"loss": 2.0, "losses": losses, "epochs": epochs}
+                seconds = [0.4 + 0.01 * number + 0.001 * i for i in range(5)]
+                found.append(Row(stage.name, {**point, **cell.point, "method": method}, seconds, figures, PARTS))
+    return found
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("lab", built_in_labs())
+def test_a_browser_draws_the_report_of_every_lab(lab: str, tmp_path: Path) -> None:
+    _, study = load_study(lab)
+    contents = study_contents(study, made_up_results(study), MACHINE, answers=True)
+    drawn, errors = open_in_browser(write_report(contents, tmp_path / "report"), 390, tmp_path)
+    assert errors == []
+    tables, figures = [contents.main_table, *contents.tables], [contents.main_figure, *contents.figures]
+    for one in (*tables, *figures):
+        assert one is not None, "a lab has a main table and a main figure"
+        assert escape(one.title) in drawn
+    assert all(table.rows for table in tables if table is not None)
+    assert drawn.count('class="main-svg"') >= len(figures)
+    assert drawn.count("<table") == len(tables)
+    assert all(escape(text) in drawn for text, _ in contents.asks)
 
 
 def open_in_browser(page: Path, width: int, scratch: Path) -> tuple[str, list[str]]:
