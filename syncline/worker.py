@@ -98,7 +98,8 @@ def compare(plan: Plan, run: RunFolder, methods: Sequence[str], quiet: bool) -> 
         batches = _batches(rank)
         display.counted = batches.task.unit
         _calibrate(rank, run, batches)
-        entries = contenders(methods, threads=plan.threads or 1, cores=cores())
+        threads = plan.threads or 1  # where compute is slept, more of them change nothing
+        entries = contenders(methods, threads=threads, cores=threads if plan.replayed else cores())
         parts = (rank.communicator, batches, rank.device, rank.log, display)
         meter = LoadMeter()
         rows = Comparison(plan, entries, *parts).run()

@@ -42,7 +42,7 @@ VERBS = {
         "--help",
     ],
     "trace": ["--output", "--method", "--steps", "--help"],
-    "lab": ["--quick", "--hosts", "--link", "--no-answers", "--out", "--fresh", "--help"],
+    "lab": ["--quick", "--hosts", "--link", "--no-answers", "--out", "--fresh", "--set", "--help"],
     "scale": [
         *("--method", "--workers", "--strong", "--model", "--data", "--batch", "--threads", "--steps", "--hosts"),
         *("--link", "--set", "--out", "--help"),

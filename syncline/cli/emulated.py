@@ -39,7 +39,8 @@ def on_emulated_hosts(
     """Run `syncline VERB` with this plan on the plan's hosts; exits as node 0 does. `arguments` are those of the verb
     that are not in the plan, or all of them if it takes none."""
     links = parse_links(plan.link or DEFAULT_LINK, plan.hosts)
-    needed = check_memory(hosts=plan.hosts, ranks=plan.workers, weights_bytes=_weights_bytes(plan))
+    weights = _weights_bytes(plan)
+    needed = check_memory(hosts=plan.hosts, ranks=plan.workers, weights_bytes=weights, replayed=plan.replayed)
     out = sys.stderr if "--json" in arguments else sys.stdout
     print(needed, file=out, flush=True)
     begin = time.monotonic()

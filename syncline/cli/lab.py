@@ -22,6 +22,7 @@ def lab(
     no_answers: Annotated[bool, typer.Option("--no-answers", help="Leave the questions open: for teaching.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder of the study; default runs/lab-NAME.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the cells of an earlier call.")] = False,
+    settings: options.Settings = None,
 ) -> None:
     """Run a study and write its report.
 
@@ -38,15 +39,18 @@ def lab(
     if (link is None) != (hosts is None):
         raise PlanError("--hosts and --link go together.", action="Give both, such as --hosts 4 --link 1gbit.")
     name, loaded = load_study(study)
+    given = options.parse_settings(settings)
+    loaded = loaded.with_settings(given)
     ground = Ground(hosts, link)
     words = [name, *(["quick"] if quick else []), *([f"{hosts}x{link}"] if hosts else [])]
     folder = out or ROOT / "-".join(["lab", *words])
     arguments = [study, *(["--quick"] if quick else [])]
     arguments += ["--hosts", str(hosts), "--link", str(link)] if hosts else []
+    arguments += [word for setting in settings or () for word in ("--set", setting)]
     arguments += ["--out", str(out)] if out else []
     run = StudyRun(loaded, folder, ground, quick, f"syncline lab {shlex.join(arguments)}")
     run.check()
-    open_study(folder, loaded.title, fresh=fresh, study=study, quick=quick, hosts=hosts, link=link)
+    open_study(folder, loaded.title, fresh=fresh, study=study, quick=quick, hosts=hosts, link=link, settings=given)
     run.run()
     page = run.report(folder / "report", answers=not no_answers)
     if not no_answers:

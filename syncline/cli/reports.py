@@ -30,6 +30,7 @@ def _report_lab(folder: Path, out: Path, *, answers: bool) -> Path:
     if "study" not in told:
         raise RunFolderError(f"{folder} holds a curve of `syncline scale`.", action="Its report is beside it.")
     _, study = load_study(told["study"])
+    study = study.with_settings(told.get("settings", {}))
     run = StudyRun(study, folder, Ground(told["hosts"], told["link"]), told["quick"], f"syncline report {folder}")
     run.collect()
     return run.report(out, answers=answers)

@@ -63,7 +63,9 @@ class StudyRun:
         clock = _Clock(planned, guesses)
         try:
             for stage in self.stages():
-                for cell in self._cells(stage, self._best(stage)):
+                cells = self._cells(stage, self._best(stage))
+                clock.settle(stage.name, cells)
+                for cell in cells:
                     self._take(cell, clock)
         except (Interrupted, KeyboardInterrupt) as error:
             message = error.message if isinstance(error, Interrupted) else "Stopped by Ctrl-C."
@@ -148,7 +150,7 @@ class StudyRun:
     def _take(self, cell: Cell, clock: _Clock) -> None:
         path = self.cell_folder / cell.name
         if not is_finished(path):
-            why = estimate(cell).does_not_fit()
+            why = cell.why_not or estimate(cell).does_not_fit()
             if why is None:
                 why = self._run_cell(cell, path, clock)
             if why is not None:
@@ -184,6 +186,7 @@ class _Clock:
 
     def __init__(self, cells: Sequence[Cell], guesses: dict[str, Estimate]) -> None:
         self._names = [cell.name for cell in cells]
+        self._stages = [cell.stage for cell in cells]
         self._guess = {name: guess.seconds for name, guess in guesses.items()}
         self._left = dict(self._guess)
         self._taken: dict[str, float] = {}
@@ -191,6 +194,16 @@ class _Clock:
     def position(self, cell: Cell) -> str:
         place = self._names.index(cell.name) + 1 if cell.name in self._names else len(self._names)
         return f"{place}/{len(self._names)}"
+
+    def settle(self, stage: str, cells: Sequence[Cell]) -> None:
+        """A stage that takes the best of an earlier one has other cells than were planned, once that has run."""
+        at = [number for number, name in enumerate(self._stages) if name == stage]
+        for number, cell in zip(at, cells, strict=False):
+            before = self._names[number]
+            if cell.name != before:
+                self._names[number] = cell.name
+                self._left.pop(before, None)
+                self._guess[cell.name] = self._left[cell.name] = estimate(cell).seconds
 
     def finish(self, cell: Cell, seconds: float | None) -> None:
         self._left.pop(cell.name, None)
@@ -260,7 +273,7 @@ def _compare(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
 def _marks(plan: Plan) -> list[str]:
     """What makes times on this machine other than on as many real ones."""
     if plan.replayed:
-        return [f"{plan.compute_note}: compute is slept, only the network is real"]
+        return []  # the rows say so by themselves
     if plan.workers * (plan.threads or 1) > cores():
         return ["stretched: compute shares cores"]
     return []

@@ -112,10 +112,13 @@ def unreal_time(mark: str, what: str) -> Warning:
 
 def check_rows(rows: Iterable[Measured]) -> list[Warning]:
     """Every rule that concerns single rows, each said once for all rows that it concerns."""
+    rows = list(rows)
+    several = len({row.point.get("model") for row in rows}) > 1
     found: dict[str, list[tuple[str, Warning]]] = {}
     for row in rows:
-        for warning in _check(row, _name(row)):
-            found.setdefault(warning.rule, []).append((_name(row), warning))
+        name = _name(row, model=several)
+        for warning in _check(row, name):
+            found.setdefault(warning.rule, []).append((name, warning))
     return [_merged(cases) for cases in found.values()]
 
 
@@ -144,9 +147,10 @@ def _merged(cases: Sequence[tuple[str, Warning]]) -> Warning:
     return Warning(first.rule, f"{first.text} The same for {more}.")
 
 
-def _name(row: Measured) -> str:
+def _name(row: Measured, *, model: bool = False) -> str:
     """What tells this row from the others, in a few words."""
     told = [str(row.point["method"])] if "method" in row.point else []
+    told = [f"{row.point['model']} with {told[0]}"] if model and told and "model" in row.point else told
     if "workers" in row.point:
         told.append(f"{row.point['workers']} workers" if row.point["workers"] != 1 else "1 worker")
     return " on ".join(told) or "this row"

@@ -37,7 +37,8 @@ PART_COLOURS = {
 def plot(figure: FigureData) -> dict[str, Any]:
     """Data and layout; the page adds the colours of text and grid, which depend on light or dark."""
     factor, unit = unit_of(figure)
-    traces = [_trace(figure, one, number, factor) for number, one in enumerate(figure.series)]
+    colours = colours_of(figure)
+    traces = [_trace(figure, one, colours[one.name], factor) for one in figure.series]
     if figure.ideal:
         traces.append(_ideal(figure))
     layout: dict[str, Any] = {
@@ -49,8 +50,16 @@ def plot(figure: FigureData) -> dict[str, Any]:
     return {"data": traces, "layout": layout}
 
 
-def _trace(figure: FigureData, one: Series, number: int, factor: float) -> dict[str, Any]:
-    colour = PART_COLOURS.get(one.name) or COLOURS[number % len(COLOURS)]
+def colours_of(figure: FigureData) -> dict[str, str]:
+    """One for each series; a law has that of the line it goes through."""
+    colours: dict[str, str] = {}
+    for number, one in enumerate(figure.series):
+        usual = PART_COLOURS.get(one.name) or COLOURS[number % len(COLOURS)]
+        colours[one.name] = colours.get(one.fit_of, usual)
+    return colours
+
+
+def _trace(figure: FigureData, one: Series, colour: str, factor: float) -> dict[str, Any]:
     trace: dict[str, Any] = {"name": one.name, "x": one.x, "y": [value * factor for value in one.y]}
     if figure.kind == "boxes":
         pairs = [(x, value * factor) for x, values in zip(one.x, one.samples, strict=True) for value in values]
@@ -63,6 +72,9 @@ def _trace(figure: FigureData, one: Series, number: int, factor: float) -> dict[
         return trace
     if one.half_spread is not None:
         trace["error_y"] = {"type": "data", "array": [value * factor for value in one.half_spread]}
+    if one.fit_of:
+        line = {"color": colour, "dash": "dash", "width": 1}
+        return trace | {"type": "scatter", "mode": "lines", "line": line, "hoverinfo": "skip"}
     if figure.kind == "lines":
         return trace | {"type": "scatter", "mode": "lines+markers", "line": {"color": colour}}
     return trace | {"x": [str(x) for x in one.x], "type": "bar", "marker": {"color": colour}}
@@ -78,7 +90,7 @@ def _ideal(figure: FigureData) -> dict[str, Any]:
 
 def _x_axis(figure: FigureData) -> dict[str, Any]:
     """Where x are a few numbers (1, 2, 4 workers), exactly these are marked."""
-    marks = sorted({x for one in figure.series for x in one.x if not isinstance(x, str)})
+    marks = sorted({x for one in figure.series if not one.fit_of for x in one.x if not isinstance(x, str)})
     if figure.kind == "lines" and 0 < len(marks) <= 12:
         return {"tickmode": "array", "tickvals": marks}
     return {} if figure.kind == "lines" else {"type": "category"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from syncline.report.plots import COLOURS, PART_COLOURS, unit_of
+from syncline.report.plots import COLOURS, PART_COLOURS, colours_of, unit_of
 from syncline.study.figures import FigureData
 
 
@@ -33,8 +33,10 @@ def write_figure(figure: FigureData, path: Path) -> None:
 
 def _draw(figure: FigureData, axes: Any, factor: float) -> None:
     if figure.kind == "lines":
-        for number, one in enumerate(figure.series):
-            axes.plot(one.x, [y * factor for y in one.y], marker="o", label=one.name, color=_colour(one.name, number))
+        colours = colours_of(figure)
+        for one in figure.series:
+            look = {"linestyle": "--", "linewidth": 0.8} if one.fit_of else {"marker": "o"}
+            axes.plot(one.x, [y * factor for y in one.y], label=one.name, color=colours[one.name], **look)
         if figure.ideal:
             ends = sorted({x for one in figure.series for x in one.x})
             axes.plot(ends, ends, linestyle=":", color="#8a8a8a", label="ideal")

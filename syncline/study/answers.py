@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from syncline.measure.sanity import inside_spread
 from syncline.study.rows import BASELINE, Row
+from syncline.study.scalability import SCALABILITY
 from syncline.study.sweeps import MISSING, SWEEPS, Answer, Rows
 from syncline.study.values import VALUES
 from syncline.units import format_seconds
@@ -182,4 +183,5 @@ ANSWERS: dict[str, Answer] = {
     "weak-and-strong": weak_and_strong,
     "scaling": scaling,
     **SWEEPS,
+    **SCALABILITY,
 }

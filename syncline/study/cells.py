@@ -6,14 +6,15 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from syncline.errors import PlanError
+from syncline.launcher.local import cores
 from syncline.plan import Plan, load_plan
 from syncline.study.file import Stage, Study
 
-VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker")
+VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker", "batch_per_node")
 """Keys of a study that are none of a plan."""
 
 
@@ -23,6 +24,7 @@ class Ground:
 
     hosts: int | None = None
     link: str | None = None
+    cores: int = field(default_factory=cores)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ class Cell:
     point: Mapping[str, Any]
     round: int
     call: str | None = None
+    replays: bool = False
+    """Compute will be slept, also where it is not recorded yet."""
+    why_not: str | None = None
+    """Why it cannot run: an earlier stage did not give what it needs."""
 
     @property
     def name(self) -> str:
@@ -45,7 +51,8 @@ class Cell:
     @property
     def digest(self) -> str:
         """Changes with anything that changes the result, so that a cell of another study is never taken for this."""
-        told = [self.run, self.call, list(self.methods), self.plan.model_dump(mode="json"), self.round]
+        plan = {**self.plan.model_dump(mode="json"), "compute": self.plan.compute_note}  # wherever the folder lies
+        told = [self.run, self.call, list(self.methods), plan, self.round]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
@@ -75,29 +82,38 @@ def expand(
     methods = tuple((stage.quick.methods if quick else None) or stage.methods)
     rounds = (stage.quick.rounds if quick else None) or stage.rounds
     given = _merged(study.plan, study.quick if quick else {}, stage.plan, stage.quick.plan if quick else {})
-    best = best if best is not None else _placeholder(study, stage, quick=quick)
+    first = _placeholder(study, stage, quick=quick)
+    best = first if best is None else best
     cells = []
     for number in range(rounds):
-        for values in itertools.product(*grid.values()):
-            point = dict(zip(grid, values, strict=True))
-            taken = _taken(stage, point, best)
-            if ground.hosts is not None and point.get("nodes", given.get("nodes", 1)) > ground.hosts:
+        for chosen in itertools.product(*grid.values()):
+            point = dict(zip(grid, chosen, strict=True))
+            taken, why = _taken(stage, point, best, first)
+            values = {**given, **taken, **point}
+            if ground.hosts is not None and values.get("nodes", 1) > ground.hosts:
                 continue
-            cells += _cells(stage, {**given, **taken, **point}, {**taken, **point}, methods, number + 1, ground)
+            if stage.threads_per_core is not None and _threads(values) > stage.threads_per_core * ground.cores:
+                continue
+            made = _cells(stage, values, {**taken, **point}, methods, number + 1, ground)
+            cells += [replace(cell, replays=stage.replay is not None, why_not=why) for cell in made]
     if stage.replay is None or recorded is None:
         return cells
-    return [replace(cell, plan=_replayed(stage, cell.plan, recorded)) for cell in cells]
+    return [_replayed(stage, cell, recorded) for cell in cells]
 
 
-def _replayed(stage: Stage, plan: Plan, recorded: Recorded) -> Plan:
-    key = (plan.model, plan.global_batch // plan.workers)
+def _replayed(stage: Stage, cell: Cell, recorded: Recorded) -> Cell:
+    key = (cell.plan.model, cell.plan.global_batch // cell.plan.workers)
     if key not in recorded:
-        known = ", ".join(str(batch) for model, batch in recorded if model == plan.model) or "none"
-        raise PlanError(
-            f"stage {stage.name}: stage {stage.replay} recorded no {plan.model} at {key[1]} samples per worker.",
-            action=f"Recorded batches: {known}.",
-        )
-    return plan.replace(compute=f"replay:{recorded[key]}")
+        known = ", ".join(str(batch) for model, batch in recorded if model == key[0]) or "none"
+        why = f"stage {stage.replay} recorded no {key[0]} at {key[1]} samples per worker (recorded: {known})"
+        return replace(cell, why_not=cell.why_not or why)
+    return replace(cell, plan=cell.plan.replace(compute=f"replay:{recorded[key]}"))
+
+
+def _threads(values: Mapping[str, Any]) -> int:
+    """Compute threads on one node."""
+    workers = values.get("workers_per_node", 1) if "nodes" in values else values.get("workers", 1)
+    return int(workers * values.get("threads", 1))
 
 
 def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,11 +131,12 @@ def _cells(
     stage: Stage, values: dict[str, Any], point: dict[str, Any], methods: Sequence[str], number: int, ground: Ground
 ) -> list[Cell]:
     """Methods take turns in one comparison; trainings have one cell each."""
-    if "batch_per_worker" in values:
-        point = {**point, "batch_per_worker": values["batch_per_worker"]}
+    grows = [key for key in ("batch_per_worker", "batch_per_node") if key in values]
+    point = {**point, **{key: values[key] for key in grows}}
     if stage.run in ("compare", "verify"):
-        if "batch_per_worker" in values and values.get("nodes", values.get("workers", 1)) > 1:
-            # In weak scaling the baseline has one worker's batch, which only the smallest cell has.
+        if (grows or stage.replay) and values.get("nodes", values.get("workers", 1)) > 1:
+            # In weak scaling the baseline has one worker's batch, which only the smallest cell has; and recorded
+            # times are those of one worker's share.
             methods = [method for method in methods if method != "single"]
         first = next((method for method in methods if method != "single"), "single")
         plan = _plan(stage, {**values, "method": values.get("method", first)}, ground)
@@ -146,16 +163,25 @@ def _plan(stage: Stage, values: Mapping[str, Any], ground: Ground) -> Plan:
         keys.pop("link", None)
     if "batch_per_worker" in values:
         keys["global_batch"] = values["batch_per_worker"] * keys.get("workers", 1) * keys.get("accumulate", 1)
+    if "batch_per_node" in values:
+        keys["global_batch"] = values["batch_per_node"] * values.get("nodes", 1)
     try:
         return load_plan(None, keys)
     except PlanError as error:
         raise PlanError(f"stage {stage.name}: {error.message}", action=error.action) from None
 
 
-def _taken(stage: Stage, point: Mapping[str, Any], best: Chosen) -> Mapping[str, Any]:
+def _taken(
+    stage: Stage, point: Mapping[str, Any], best: Chosen, first: Chosen
+) -> tuple[Mapping[str, Any], str | None]:
+    """What the earlier stage found best; if it measured nothing, the first of its grid, and why that cannot run."""
     if stage.best_of is None:
-        return {}
-    return best[tuple(point[key] for key in stage.best_of.each)]
+        return {}, None
+    group = tuple(point[key] for key in stage.best_of.each)
+    if group in best:
+        return best[group], None
+    who = f" for {', '.join(map(str, group))}" if group else ""
+    return first[group], f"stage {stage.best_of.stage} measured nothing{who} to take the best of"
 
 
 def _placeholder(study: Study, stage: Stage, *, quick: bool) -> Chosen:

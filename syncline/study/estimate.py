@@ -10,7 +10,9 @@ from functools import cache
 import numpy as np
 
 from syncline.launcher.local import cores
+from syncline.plan import Plan
 from syncline.study.cells import Cell
+from syncline.study.costs import Cost, cost_of
 
 START_S = 8.0
 """Starting ranks, loading data."""
@@ -18,8 +20,14 @@ SHARE_OF_PEAK = 0.35
 """Of the speed of a matrix product that a training step reaches on a CPU."""
 RANK_BYTES = 350 * 2**20
 """A rank before it has a model: Python, torch, the data."""
+HOST_BYTES = 260 * 2**20
+"""An emulated host, which loads torch for itself."""
 COPIES = 5
 """Of the parameters: weights, gradients, momentum, buckets, and one for what is under way."""
+REPLAYED_COPIES = 3
+"""Of the parameters where compute is replayed: gradients, buckets, and at most one for the largest parameter."""
+LOOPBACK_BYTES_PER_S = 1.5e9
+"""That all ranks of this machine together send each other."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +45,36 @@ class Estimate:
 
 def estimate(cell: Cell) -> Estimate:
     plan = cell.plan
-    cost = _cost(plan.model)
+    cost = cost_of(plan)
     samples = plan.global_batch
     steps = (plan.steps or 200 * (plan.epochs or 1)) + plan.measure.warmup
     turns = max(len(cell.methods), 1) if cell.run == "compare" else 1
     if cell.run == "verify":
         samples, steps, turns = 5 * plan.workers, 30, len(cell.methods)
-    speed = matrix_speed() * min(plan.workers * (plan.threads or 1), cores()) / cores()
-    step_s = cost.flops * samples / (speed * SHARE_OF_PEAK) if not plan.replayed else 1.0
-    memory = plan.num_ranks * (RANK_BYTES + turns * COPIES * 4 * cost.parameters) + samples * cost.sample_bytes
+    if cell.replays or plan.replayed:
+        step_s = _replayed_step(cell, plan, cost)
+        rank = RANK_BYTES + turns * REPLAYED_COPIES * 4 * cost.parameters
+        samples = 0
+    else:
+        step_s = cost.flops * samples / _speed(plan.workers * (plan.threads or 1))
+        rank = RANK_BYTES + turns * COPIES * 4 * cost.parameters
+    hosts = plan.hosts * HOST_BYTES if plan.hosts > 1 else 0
+    memory = hosts + plan.num_ranks * rank + samples * cost.sample_bytes
     return Estimate(START_S + turns * steps * step_s, int(memory))
+
+
+def _replayed_step(cell: Cell, plan: Plan, cost: Cost) -> float:
+    """What one node takes for its share, and what this machine takes to carry everybody's gradients."""
+    per_node: int = min(cell.point.get("workers_per_node", 1), plan.workers)
+    threads: int = per_node * cell.point.get("threads", plan.threads or 1)
+    samples = plan.global_batch * per_node / plan.workers
+    carried = 2 * (plan.workers - 1) * cost.gradient_bytes / LOOPBACK_BYTES_PER_S
+    return cost.flops * samples / _speed(threads) + carried
+
+
+def _speed(threads: int) -> float:
+    """Floating-point operations a second of training on so many threads of this machine."""
+    return matrix_speed() * SHARE_OF_PEAK * min(threads, cores()) / cores()
 
 
 @cache
@@ -60,22 +88,3 @@ def matrix_speed() -> float:
         matrix @ matrix
         count += 1
     return 2 * size**3 * count / (time.monotonic() - start)
-
-
-@dataclass(frozen=True)
-class Cost:
-    flops: float
-    """To train on one sample."""
-    parameters: int
-    sample_bytes: int
-    """That one sample occupies between forward and backward."""
-
-
-@cache
-def _cost(model: str) -> Cost:
-    from syncline.workload.profile import profile
-
-    if ":" in model:
-        return Cost(1e9, 10_000_000, 10_000_000)  # a user's own model is not built to estimate it
-    found = profile(model)
-    return Cost(found.training_flops, found.parameters, found.activation_bytes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from syncline.study import file
+from syncline.study.fits import NAMES, Law, fit_law
 from syncline.study.rows import Quantity, Row, matching
 from syncline.study.tables import key_label
 from syncline.study.values import VALUES, Value, format_quantity
@@ -20,6 +21,8 @@ class Series:
     half_spread: list[float] | None = None
     samples: list[list[float]] = field(default_factory=list)
     """For boxes: all numbers of each x."""
+    fit_of: str = ""
+    """A law through the series of this name: drawn as a thin line of its colour."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class FigureData:
         """The figure in words, for those who cannot see it."""
         lines = [f"{self.title}: {self.y_label} against {self.x_label}."]
         for one in self.series:
+            if one.fit_of:
+                continue  # its law is in the table
             pairs = [f"{x} {format_quantity(Quantity(y), self.unit)}" for x, y in zip(one.x, one.y, strict=True)]
             lines.append(f"{one.name}: {', '.join(pairs)}." if one.name else f"{', '.join(pairs)}.")
         return " ".join(lines)
@@ -63,6 +68,8 @@ def build_figure(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
     series = [one for one in series if one.x]
     if not series:
         return None
+    if spec.fit is not None:
+        series += [_fitted(one, spec.fit) for one in series if len(one.x) > 2]
     kind: Any = spec.kind
     return FigureData(
         title=spec.title,
@@ -93,6 +100,15 @@ def _series(name: str, value: Value, rows: Sequence[Row], all_rows: Sequence[Row
         x, y, half = [x[i] for i in order], [y[i] for i in order], [half[i] for i in order]
         samples = [samples[i] for i in order]
     return Series(name, x, y, half if any(half) else None, samples if spec.kind == "boxes" else [])
+
+
+def _fitted(one: Series, law: Law) -> Series:
+    """The law through a line of speed-ups; as many points as make a curve look like one."""
+    fit = fit_law(law, dict(zip(one.x, one.y, strict=True)))
+    assert fit is not None, "a line has a size above one"
+    last = max(one.x)
+    x = [1 + (last - 1) * part / 24 for part in range(25)]
+    return Series(f"{one.name}, {NAMES[law]}", x, [fit.speedup(at) for at in x], fit_of=one.name)
 
 
 def _axis(value: Any) -> Any:

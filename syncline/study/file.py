@@ -21,14 +21,14 @@
     columns = ["nodes"]
     values = ["step"]
 
-Besides the keys of a plan, `nodes` (hosts where hosts are emulated, workers otherwise), `workers_per_node` and
-`batch_per_worker` may be given; they become hosts, workers and global_batch.
+Besides the keys of a plan, `nodes` (hosts where hosts are emulated, workers otherwise), `workers_per_node`,
+`batch_per_worker` and `batch_per_node` may be given; they become hosts, workers and global_batch.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -78,6 +78,8 @@ class Stage(Section):
     replay: str | None = None
     """Replay the compute that this earlier stage recorded, for the same model and batch per worker: then only the
     network is real, and there may be more nodes than cores."""
+    threads_per_core: float | None = Field(None, gt=0)
+    """Leave out what has more compute threads than this for each core of a node: a grid for machines of any size."""
     rounds: int = Field(1, ge=1)
     """How often the whole grid is run, so that a noisy spell does not hit one cell alone."""
     quick: Quick = Quick()
@@ -121,6 +123,8 @@ class Figure(Section):
     series: list[str] = Field(default_factory=list)
     values: list[str] = Field(default_factory=list)
     where: dict[str, Any] = Field(default_factory=dict)
+    fit: Literal["amdahl", "gustafson"] | None = None
+    """Beside each line of speed-ups, the law through it."""
     main: bool = False
     note: str = ""
 
@@ -176,6 +180,15 @@ class Study(Section):
     @property
     def asks(self) -> list[Question]:
         return self.question_
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Study:
+        """These plan keys in every cell, whatever the file says; a key that a grid varies stays varied."""
+
+        def changed(stage: Stage) -> Stage:
+            quick = stage.quick.model_copy(update={"plan": {**stage.quick.plan, **settings}})
+            return stage.model_copy(update={"plan": {**stage.plan, **settings}, "quick": quick})
+
+        return self.model_copy(update={"stage": [changed(stage) for stage in self.stage]})
 
 
 def _require_unique(names: Iterable[str]) -> None:

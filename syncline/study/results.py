@@ -11,10 +11,13 @@ from syncline.measure.breakdown import break_down, summarise
 from syncline.measure.events import read_events
 from syncline.store import RunFolder
 from syncline.study.cells import Cell, Chosen
+from syncline.study.costs import cost_of
 from syncline.study.file import Stage
 from syncline.study.rows import Row
 from syncline.study.values import VALUES
 
+REPLAYED = "replayed: compute is slept, only the network is real"
+REPLAYED_HERE = "replayed: compute is slept, only the exchange is real, over this machine's loopback"
 _FROM_PLAN = ("model", "data", "workers", "threads", "global_batch", "method", "hosts", "link", "compute")
 
 
@@ -30,11 +33,24 @@ def rows_of(cell: Cell, path: Path) -> list[Row]:
     """The rows of one finished cell."""
     run = RunFolder(path)
     summary = run.summary() or {}
-    given = run.plan().model_dump()
+    plan = run.plan()
+    given = plan.model_dump()
     place = {key: given.get(key) for key in _FROM_PLAN if given.get(key) is not None} | dict(cell.point)
-    marks = tuple(summary.get("marks", ()))
+    marks = [*summary.get("marks", ())]
+    if plan.replayed:
+        marks.insert(0, REPLAYED if plan.hosts > 1 else REPLAYED_HERE)
+        place["threads"] = cell.point.get("threads", plan.threads)  # of those that were recorded
     entries = [{**summary, "label": given["method"]}] if cell.run == "train" else summary["rows"]
-    return [_row(cell.stage, place, entry, marks, run) for entry in entries]
+    costs = _costs(cell)
+    return [_row(cell.stage, place, {**costs, **entry}, tuple(marks), run) for entry in entries]
+
+
+def _costs(cell: Cell) -> dict[str, float]:
+    """By the cell's own plan: a replayed run no longer knows which data was recorded."""
+    cost = cost_of(cell.plan) if cell.run in ("compare", "train") else None
+    if cost is None or cost.guessed:
+        return {}
+    return {"gradient_bytes": cost.gradient_bytes, "flops_per_sample": cost.flops}
 
 
 def run_rows(path: Path, stage: str) -> list[Row]:
@@ -45,7 +61,8 @@ def run_rows(path: Path, stage: str) -> list[Row]:
 
 
 def _row(stage: str, place: dict[str, Any], entry: dict[str, Any], marks: tuple[str, ...], run: RunFolder) -> Row:
-    own: dict[str, Any] = {key: entry[key] for key in ("workers", "threads", "model") if key in entry}
+    told = ["workers", "model"] + ([] if place.get("compute", "real") != "real" else ["threads"])
+    own: dict[str, Any] = {key: entry[key] for key in told if key in entry}
     if "label" in entry or "method" in entry:
         own["method"] = entry.get("label", entry.get("method"))
     parts, by_rank = _accounted(run, own.get("method", ""), len(entry["seconds"])) if "seconds" in entry else ({}, [])

@@ -88,22 +88,38 @@ def _pool(group: Sequence[Row]) -> Row:
 
 
 def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The one-worker row that a scaled row is held against: same stage, model, threads and kind of compute.
+    """The row that a scaled row is held against: same stage, model, threads and kind of compute, on one worker, or
+    on one node where the study says how many workers a node has.
 
-    At the same global batch in strong scaling, at one worker's batch in weak scaling; `single` where that ran, else
-    the same method.
+    At the same global batch in strong scaling, at one worker's (or node's) batch in weak scaling; `single` where that
+    ran, else the same method.
     """
-    same = ("model", "threads", "data", "compute", "batch_per_worker")
-    batch = row.point.get("batch_per_worker", row.point.get("global_batch"))
+    same = ["model", "threads", "data", "batch_per_worker", "batch_per_node"]
+    same += ["workers_per_node"] if "nodes" in row.point else []
+    unit = _workers_of_unit(row)
+    batch = row.point.get("batch_per_node", row.point.get("global_batch"))
+    if "batch_per_worker" in row.point:
+        batch = row.point["batch_per_worker"] * unit
     alone = [
         one
         for one in rows
         if one.stage == row.stage
-        and one.workers == 1
+        and one.workers == unit
         and one.point.get("global_batch") == batch
         and all(one.point.get(key) == row.point.get(key) for key in same)
+        and _kind_of_compute(one) == _kind_of_compute(row)
         and one.method in (BASELINE, row.method)
     ]
     # Of two that ran `single`, the one measured side by side with this row.
     alone.sort(key=lambda one: (one.method != BASELINE, one.point.get("nodes") != row.point.get("nodes")))
     return alone[0] if alone else None
+
+
+def _workers_of_unit(row: Row) -> int:
+    """A sweep over workers_per_node has no nodes in its grid: there the unit is the worker."""
+    return int(row.point.get("workers_per_node", 1)) if "nodes" in row.point else 1
+
+
+def _kind_of_compute(row: Row) -> str:
+    """real, replay or sleep: in strong scaling every size replays times of its own batch."""
+    return str(row.point.get("compute", "real")).partition(":")[0]

@@ -15,6 +15,8 @@ KEY_LABELS = {
     "method": "method",
     "nodes": "nodes",
     "workers": "workers",
+    "workers_per_node": "processes per node",
+    "batch_per_node": "batch per node",
     "global_batch": "global batch",
     "batch_per_worker": "batch per worker",
     "options.bucket_cap_mb": "bucket MB",
@@ -98,10 +100,12 @@ def _too_efficient(spec: file.Table, rows: Sequence[Row]) -> list[Warning]:
     if not {"speedup", "efficiency"} & set(spec.values):
         return []
     found = []
+    several = len({row.point.get("model") for row in rows}) > 1
     for row in rows:
         efficiency = VALUES["efficiency"].read(row, rows)
         if efficiency is not None:
-            found.append(efficiency_above_one(efficiency.value, f"{row.method} on {row.workers} workers"))
+            who = f"{row.point.get('model')} with {row.method}" if several else row.method
+            found.append(efficiency_above_one(efficiency.value, f"{who} on {row.workers} workers"))
     return [one for one in found if one is not None]
 
 

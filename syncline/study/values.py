@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from syncline.study.fits import Law, fit_rows
 from syncline.study.rows import Quantity, Row, baseline_of
 from syncline.units import format_bytes, format_seconds, format_spread
 
@@ -37,7 +38,7 @@ def format_quantity(quantity: Quantity, unit: str) -> str:
     if unit == "B/s":
         return f"{value / 1e9:.3g} GB/s"
     if unit == "%":
-        return f"{value:.1%}"
+        return f"{value:.1%} ±{spread / 2:.1%}" if spread else f"{value:.1%}"
     digits = f"{value:.2f}" if unit == "x" else f"{value:.4g}"
     return f"{digits} ±{spread / 2:.2g}" if spread else digits
 
@@ -71,8 +72,8 @@ def _speedup(row: Row, rows: Sequence[Row]) -> Quantity | None:
 
 
 def _efficiency(row: Row, rows: Sequence[Row]) -> Quantity | None:
-    speedup = _speedup(row, rows)
-    return None if speedup is None else Quantity(speedup.value / row.workers)
+    base, speedup = baseline_of(row, rows), _speedup(row, rows)
+    return None if base is None or speedup is None else Quantity(speedup.value * base.workers / row.workers)
 
 
 def _time_to_ddp(row: Row, rows: Sequence[Row]) -> Quantity | None:
@@ -141,6 +142,44 @@ def _bus_bandwidth(row: Row, rows: Sequence[Row]) -> Quantity | None:
     return None if one is None else Quantity(one.value * 2 * (row.workers - 1) / row.workers)
 
 
+def _gflops(row: Row, _: Sequence[Row]) -> Quantity | None:
+    flops = row.figures.get("flops_per_sample")
+    return Quantity(flops * row.point["global_batch"] / row.workers / 1e9) if flops else None
+
+
+def _bytes_per_gflop(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    work, size = _gflops(row, rows), row.figures.get("gradient_bytes")
+    return Quantity(size / work.value) if work is not None and size else None
+
+
+def _asked_rate(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    size, spent = row.figures.get("gradient_bytes"), _part(*COMPUTE)(row, rows)
+    return Quantity(size / spent.value) if size and spent is not None and spent.value else None
+
+
+def _serial_share(law: Law) -> Callable[[Row, Sequence[Row]], Quantity | None]:
+    def read(row: Row, rows: Sequence[Row]) -> Quantity | None:
+        fit = fit_rows(law, row, rows)
+        if fit is None:
+            return None
+        return Quantity(fit.share, fit.interval[1] - fit.interval[0] if fit.interval else None)
+
+    return read
+
+
+def _deviation(law: Law) -> Callable[[Row, Sequence[Row]], Quantity | None]:
+    def read(row: Row, rows: Sequence[Row]) -> Quantity | None:
+        fit = fit_rows(law, row, rows)
+        return None if fit is None else Quantity(fit.worst_deviation)
+
+    return read
+
+
+def _amdahl_limit(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    fit = fit_rows("amdahl", row, rows)
+    return None if fit is None or fit.limit is None else Quantity(fit.limit)
+
+
 VALUES: dict[str, Value] = {
     "step": Value(
         "step", "s", _step, "Median wall time of a step on the slowest rank; ± half the distance of the quartiles."
@@ -152,7 +191,9 @@ VALUES: dict[str, Value] = {
         "speed-up", "x", _speedup,
         "Throughput(n) / throughput(1): strong scaling at one global batch, weak at one batch per worker.",
     ),
-    "efficiency": Value("efficiency", "%", _efficiency, "Speed-up / workers."),
+    "efficiency": Value(
+        "efficiency", "%", _efficiency, "Speed-up / workers; / nodes where a study says how many workers a node has."
+    ),
     "time_to_ddp": Value("time/ddp", "x", _time_to_ddp, "Median over rounds of step time / ddp's in the same round."),
     "loss": Value("loss", "", _figure("loss"), "Mean loss over the global batch of the last step."),
     "train_loss": Value("training loss", "", _last_epoch("train_loss"), "Sum of losses / samples, last epoch."),
@@ -173,5 +214,32 @@ VALUES: dict[str, Value] = {
         "algorithm bandwidth", "B/s", _gradient_bandwidth, "Gradient bytes / time of transfer, hidden or not."
     ),
     "bus_bandwidth": Value("bus bandwidth", "B/s", _bus_bandwidth, "Algorithm bandwidth x 2(n-1)/n."),
+    "gradients": Value("gradients", "B", _figure("gradient_bytes"), "Bytes that a worker shares in each step."),
+    "gflops": Value(
+        "GFLOP", "", _gflops, "Operations of one worker's step: forward and backward of its share, by shapes alone."
+    ),
+    "bytes_per_gflop": Value(
+        "gradients per GFLOP", "B", _bytes_per_gflop, "Bytes of gradients / 10^9 operations of one worker's step."
+    ),
+    "asked_rate": Value(
+        "gradients per compute second", "B/s", _asked_rate, "Bytes of gradients / compute time of a worker's step."
+    ),
+    "amdahl_share": Value(
+        "serial share (Amdahl)", "%", _serial_share("amdahl"),
+        "s in T(n) = T(1) (s + (1 - s)/n), by least squares over n at one global batch; ± half of the 95 % interval.",
+    ),
+    "amdahl_limit": Value("most speed-up (Amdahl)", "x", _amdahl_limit, "1 / s: what ever more nodes could give."),
+    "amdahl_deviation": Value(
+        "off Amdahl by", "%", _deviation("amdahl"),
+        "Largest distance of a measured speed-up from the law; above 10 % the law does not describe the measurement.",
+    ),
+    "gustafson_share": Value(
+        "serial share (Gustafson)", "%", _serial_share("gustafson"),
+        "s in speed-up(n) = n - s (n - 1), least squares over n at one batch per node; ± half of the 95 % interval.",
+    ),
+    "gustafson_deviation": Value(
+        "off Gustafson by", "%", _deviation("gustafson"),
+        "Largest distance of a measured speed-up from the law; above 10 % the law does not describe the measurement.",
+    ),
     "memory": Value("peak memory", "B", _figure("peak_bytes"), "Largest resident size of a rank."),
 }  # fmt: skip

@@ -27,6 +27,8 @@ _HOST_BYTES = 260e6
 _RANK_BYTES = 330e6
 _COPIES_OF_WEIGHTS = 6
 """Weights, gradients, momentum, their flat buffer, and room for what is on its way."""
+_COPIES_IN_REPLAY = 3
+"""Gradients, their flat buffer, and one piece of memory as large as the largest parameter."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +95,16 @@ def marks(*, ranks: int, threads: int, cores: int, replayed: bool, link: dict[st
     return [*found, link["note"]] if link and link["note"] else found
 
 
-def estimated_bytes(*, hosts: int, ranks: int, weights_bytes: float) -> float:
+def estimated_bytes(*, hosts: int, ranks: int, weights_bytes: float, replayed: bool = False) -> float:
     """Memory that all hosts together will take, from above: torch is loaded once a host and once a rank."""
-    return hosts * _HOST_BYTES + ranks * (_RANK_BYTES + _COPIES_OF_WEIGHTS * weights_bytes)
+    copies = _COPIES_IN_REPLAY if replayed else _COPIES_OF_WEIGHTS
+    return hosts * _HOST_BYTES + ranks * (_RANK_BYTES + copies * weights_bytes)
 
 
-def check_memory(*, hosts: int, ranks: int, weights_bytes: float) -> str:
+def check_memory(*, hosts: int, ranks: int, weights_bytes: float, replayed: bool = False) -> str:
     """A sentence on what will be needed; more than there is is refused before anything starts."""
-    needed, there = estimated_bytes(hosts=hosts, ranks=ranks, weights_bytes=weights_bytes), available_bytes()
+    needed = estimated_bytes(hosts=hosts, ranks=ranks, weights_bytes=weights_bytes, replayed=replayed)
+    there = available_bytes()
     if needed > there:
         raise UsageError(
             f"{hosts} hosts with {ranks} ranks need about {format_bytes(needed)} of memory; "

@@ -1,0 +1,177 @@
+"""Computed answers about scaling over nodes: how far each model goes, which goes furthest, and what explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from syncline.study.fits import NAMES, Law, SerialFit, fit_rows
+from syncline.study.rows import BASELINE, Row, baseline_of
+from syncline.study.sweeps import MISSING, Answer, Rows, best_value
+from syncline.study.values import VALUES
+from syncline.units import format_bytes
+
+TIE = 0.02
+"""Efficiencies that lie closer together have no order."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a model reached on the most nodes."""
+
+    row: Row
+    nodes: int
+    speedup: float
+    efficiency: float
+
+    @property
+    def name(self) -> str:
+        return str(self.row.point.get("model", self.row.method))
+
+
+def reached(rows: Rows) -> list[Reached]:
+    """For each model, the row on the most nodes, the most efficient first; all on the same number of nodes."""
+    found = []
+    for row in rows:
+        base = baseline_of(row, rows)
+        speedup, efficiency = (VALUES[name].read(row, rows) for name in ("speedup", "efficiency"))
+        if base is not None and speedup is not None and efficiency is not None and row.method != BASELINE:
+            found.append(Reached(row, row.workers // base.workers, speedup.value, efficiency.value))
+    models = {one.name for one in found}
+    shared = [n for n in {one.nodes for one in found} if {one.name for one in found if one.nodes == n} == models]
+    most = max(shared, default=1)
+    best: dict[str, Reached] = {}
+    for one in found:
+        if one.nodes == most > 1 and (one.name not in best or one.efficiency > best[one.name].efficiency):
+            best[one.name] = one
+    return sorted(best.values(), key=lambda one: -one.efficiency)
+
+
+def scales_best(rows: Rows, _: Mapping[str, Rows]) -> str:
+    """Which model scales best, and whether bytes against operations explain it."""
+    found = reached(rows)
+    if len(found) < 2:
+        return MISSING.format("two models on several nodes")
+    first, last = found[0], found[-1]
+    equal = [one.name for one in found[1:] if first.efficiency - one.efficiency < TIE]
+    if len(equal) == len(found) - 1:
+        text = f"On {first.nodes} nodes no model scales better than another: {_shares(found)}."
+    else:
+        also = f" (no difference to {_and(equal)})" if equal else ""
+        text = (
+            f"On {first.nodes} nodes {first.name} scales best{also}: {first.speedup:.2f} times one node, "
+            f"{first.efficiency:.0%}; {last.name} reaches {last.speedup:.2f} times, {last.efficiency:.0%}."
+        )
+    return f"{text} {why(found)}"
+
+
+def bytes_against_flops(rows: Rows, _: Mapping[str, Rows]) -> str:
+    """Does what a model sends for each operation explain how it scales?"""
+    found = reached(rows)
+    return why(found) if len(found) > 1 else MISSING.format("two models on several nodes")
+
+
+def why(found: Sequence[Reached]) -> str:
+    """Compares the order of efficiencies with that of bytes for each operation; says so where they disagree."""
+    by_flops = {one.name: VALUES["bytes_per_gflop"].read(one.row, []) for one in found}
+    sent = {name: quantity.value for name, quantity in by_flops.items() if quantity is not None}
+    if len(sent) < len(found):
+        return "What the models send for each operation is not known."
+    clear = [(a, b) for a, b in combinations(found, 2) if a.efficiency - b.efficiency >= TIE]
+    if not clear:
+        return f"Bytes of gradients for each GFLOP do not tell them apart here: {_listed(sent)}."
+    against = [(a, b) for a, b in clear if sent[a.name] >= sent[b.name]]
+    if not against:
+        return (
+            f"The order is that of the bytes of gradients that go with each GFLOP, {_listed(sent)}: the less there "
+            "is to send for the same work, the less a node waits."
+        )
+    better, worse = against[0]
+    text = (
+        f"Bytes against operations do not explain this order ({_listed(sent)}): {better.name} sends "
+        f"{_size(sent[better.name])} for each GFLOP, {worse.name} {_size(sent[worse.name])}, and yet {better.name} "
+        "scales better"
+    )
+    return f"{text}{_by_time(clear)}."
+
+
+def _by_time(clear: Sequence[tuple[Reached, Reached]]) -> str:
+    """Operations are not all equally fast: the time that a node computes is what an exchange can hide behind."""
+    asked = {one.name: VALUES["asked_rate"].read(one.row, []) for pair in clear for one in pair}
+    rates = {name: quantity.value for name, quantity in asked.items() if quantity is not None}
+    if len(rates) < len(asked) or any(rates[a.name] >= rates[b.name] for a, b in clear):
+        return ""
+    listed = ", ".join(f"{name} {rate / 1e6:.0f} MB/s" for name, rate in sorted(rates.items(), key=lambda p: p[1]))
+    return f"; bytes for each second of compute do explain it ({listed}), because operations differ in speed"
+
+
+def by_model(rows: Rows, others: Mapping[str, Rows]) -> str:
+    """How far each model scales, at one batch per node and at one global batch."""
+    told: dict[str, list[str]] = {}
+    stages = [("at one batch per node (weak)", rows)]
+    stages += [("at one global batch (strong)", one) for one in others.values()]
+    for kind, these in stages:
+        for one in reached(these):
+            gain = "" if one.speedup > 1 else ", which does not pay"
+            words = f"{one.speedup:.2f} times one node on {one.nodes} nodes {kind}, {one.efficiency:.0%}{gain}"
+            told.setdefault(one.name, []).append(words)
+    if not told:
+        return MISSING.format("scaling against one node")
+    return " ".join(f"{name}: {'; '.join(words)}." for name, words in told.items())
+
+
+def laws(rows: Rows, others: Mapping[str, Rows]) -> str:
+    """What Amdahl (first stage, strong) and Gustafson (second, weak) make of it."""
+    told = _law("amdahl", rows)
+    for these in others.values():
+        told += _law("gustafson", these)
+    return " ".join(told) or MISSING.format("scaling against one node")
+
+
+def _law(law: Law, rows: Rows) -> list[str]:
+    told = []
+    for one in reached(rows):
+        fit = fit_rows(law, one.row, rows)
+        if fit is not None:
+            told.append(f"{NAMES[law]}, {one.name}: {describe(fit)}.")
+    return told
+
+
+def describe(fit: SerialFit) -> str:
+    if fit.poor:
+        return (
+            f"no serial share describes it (the nearest, {fit.share:.0%}, is off by up to "
+            f"{fit.worst_deviation:.0%}): what does not shrink changes with the number of nodes"
+        )
+    between = f" ({fit.interval[0]:.0%} to {fit.interval[1]:.0%})" if fit.interval else ""
+    text = (
+        f"{fit.share:.1%}{between} of the step is serial, and no point is off by more than {fit.worst_deviation:.0%}"
+    )
+    return f"{text}; more nodes can never give more than {fit.limit:.1f} times" if fit.limit else text
+
+
+def _shares(found: Sequence[Reached]) -> str:
+    return ", ".join(f"{one.name} {one.efficiency:.0%}" for one in found)
+
+
+def _listed(sent: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {_size(value)}" for name, value in sorted(sent.items(), key=lambda pair: pair[1]))
+
+
+def _size(num_bytes: float) -> str:
+    return format_bytes(round(num_bytes))
+
+
+def _and(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+SCALABILITY: dict[str, Answer] = {
+    "scales-best": scales_best,
+    "bytes-against-flops": bytes_against_flops,
+    "scaling-by-model": by_model,
+    "laws": laws,
+    "best-processes": best_value(["workers_per_node", "threads"], "processes x threads"),
+    "best-node-batch": best_value(["batch_per_node"], "batch per node"),
+}
