@@ -254,6 +254,7 @@ def test_a_figure_draws_the_law_in_the_colour_of_its_line() -> None:
     rows = strong("vgg16", {1: 4.0, 2: 2.5, 4: 2.0}) + strong("resnet50", {1: 4.0, 2: 2.0, 4: 1.0})
     figure = build_figure(spec, rows)
     assert figure is not None
+    assert figure.note == "Dashed: Amdahl's law."
     assert [one.name for one in figure.series] == ["vgg16", "resnet50", "vgg16, Amdahl", "resnet50, Amdahl"]
     assert "Amdahl:" not in figure.text, "words are of what was measured"
     drawn = plot(figure)
@@ -339,6 +340,14 @@ def test_doubts_name_the_model_where_there_are_several() -> None:
     assert next(one.text for one in warnings if one.rule == "efficiency").startswith(
         "light with bucketed on 8 workers: 111%"
     )
+
+
+def test_a_mark_of_all_rows_stands_below_the_table_once() -> None:
+    spec = Table(title="t", stage="weak", rows=["model", "nodes"], values=["step"])
+    alike = [at("vgg16", n, 1.0, marks=(REPLAYED,)) for n in (1, 2)]
+    assert (build_table(spec, alike).marks, build_table(spec, alike).warnings) == ([REPLAYED], [])
+    some = build_table(spec, [alike[0], at("vgg16", 2, 1.0)])
+    assert [one.rule for one in some.warnings] == ["unreal time"], "it is said which rows it concerns"
 
 
 def test_a_fit_of_no_known_law_is_refused() -> None:

@@ -74,7 +74,7 @@ def _trace(figure: FigureData, one: Series, colour: str, factor: float) -> dict[
         trace["error_y"] = {"type": "data", "array": [value * factor for value in one.half_spread]}
     if one.fit_of:
         line = {"color": colour, "dash": "dash", "width": 1}
-        return trace | {"type": "scatter", "mode": "lines", "line": line, "hoverinfo": "skip"}
+        return trace | {"type": "scatter", "mode": "lines", "line": line, "hoverinfo": "skip", "showlegend": False}
     if figure.kind == "lines":
         return trace | {"type": "scatter", "mode": "lines+markers", "line": {"color": colour}}
     return trace | {"x": [str(x) for x in one.x], "type": "bar", "marker": {"color": colour}}

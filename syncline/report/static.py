@@ -36,7 +36,8 @@ def _draw(figure: FigureData, axes: Any, factor: float) -> None:
         colours = colours_of(figure)
         for one in figure.series:
             look = {"linestyle": "--", "linewidth": 0.8} if one.fit_of else {"marker": "o"}
-            axes.plot(one.x, [y * factor for y in one.y], label=one.name, color=colours[one.name], **look)
+            label = "" if one.fit_of else one.name
+            axes.plot(one.x, [y * factor for y in one.y], label=label, color=colours[one.name], **look)
         if figure.ideal:
             ends = sorted({x for one in figure.series for x in one.x})
             axes.plot(ends, ends, linestyle=":", color="#8a8a8a", label="ideal")

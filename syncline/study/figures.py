@@ -78,7 +78,7 @@ def build_figure(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
         y_label="time" if len(values) > 1 and values[0].unit == "s" else ", ".join(value.label for value in values),
         unit=values[0].unit,
         series=series,
-        note=spec.note,
+        note=" ".join(filter(None, [spec.note, f"Dashed: {NAMES[spec.fit]}'s law." if spec.fit else ""])),
         ideal=spec.values == ["speedup"] and spec.kind == "lines",
     )
 

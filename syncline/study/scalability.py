@@ -118,7 +118,7 @@ def by_model(rows: Rows, others: Mapping[str, Rows]) -> str:
             told.setdefault(one.name, []).append(words)
     if not told:
         return MISSING.format("scaling against one node")
-    return " ".join(f"{name}: {'; '.join(words)}." for name, words in told.items())
+    return "\n".join(f"{name}: {'; '.join(words)}." for name, words in told.items())
 
 
 def laws(rows: Rows, others: Mapping[str, Rows]) -> str:
@@ -126,7 +126,7 @@ def laws(rows: Rows, others: Mapping[str, Rows]) -> str:
     told = _law("amdahl", rows)
     for these in others.values():
         told += _law("gustafson", these)
-    return " ".join(told) or MISSING.format("scaling against one node")
+    return "\n".join(told) or MISSING.format("scaling against one node")
 
 
 def _law(law: Law, rows: Rows) -> list[str]:

@@ -23,7 +23,7 @@ def best_value(keys: Sequence[str], label: str) -> Answer:
             if row.seconds and any(key in row.point for key in keys):
                 groups.setdefault((str(row.point.get("model", "")), row.method), []).append(row)
         told = [_best_of(group, keys, label, who) for who, group in groups.items() if len(group) > 1]
-        return " ".join(told) or MISSING.format(f"more than one {label}")
+        return "\n".join(told) or MISSING.format(f"more than one {label}")
 
     return answer
 

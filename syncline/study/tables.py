@@ -65,7 +65,7 @@ def build_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
         rows=texts,
         numbers=numbers,
         definitions=[(VALUES[name].label, VALUES[name].definition) for name in spec.values],
-        warnings=[*_too_efficient(spec, here), *check_rows(here)],
+        warnings=[*_too_efficient(spec, here), *_beside_marks(check_rows(here), here)],
         marks=list(dict.fromkeys(mark for row in here for mark in row.marks)),
         note=spec.note,
         baseline=BASELINE if any(row.method == BASELINE for row in here) else "",
@@ -94,6 +94,12 @@ def _loss_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
         marks=[],
         note=spec.note,
     )
+
+
+def _beside_marks(warnings: Sequence[Warning], rows: Sequence[Row]) -> list[Warning]:
+    """A mark that all rows have stands below the table once: then it is no doubt about some of them."""
+    alike = len({row.marks for row in rows}) == 1
+    return [one for one in warnings if not (alike and one.rule == "unreal time")]
 
 
 def _too_efficient(spec: file.Table, rows: Sequence[Row]) -> list[Warning]:
