@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Cli
 
 from syncline.launcher.emulation.honesty import estimated_bytes
 from syncline.plan import load_plan
@@ -16,7 +17,7 @@ from syncline.study.estimate import Estimate, estimate
 from syncline.study.figures import build_figure
 from syncline.study.file import Figure, Table, load_study, parse_study
 from syncline.study.fits import fit_law
-from syncline.study.results import REPLAYED, REPLAYED_HERE, best_points, rows_of
+from syncline.study.results import ON_LINKS, ON_LOOPBACK, REPLAYED, best_points, rows_of
 from syncline.study.rows import Row, baseline_of
 from syncline.study.scalability import SCALABILITY, describe
 from syncline.study.tables import build_table
@@ -79,6 +80,14 @@ def test_the_batch_sweep_records_all_that_scaling_replays() -> None:
             cells = expand(LAB, stage, Ground(), quick=quick, recorded=recorded)
             assert all(cell.plan.replayed and cell.why_not is None for cell in cells)
             assert all("single" not in cell.methods for cell in cells)
+
+
+@pytest.mark.parametrize(("per_node", "alone"), [(1, [True, False]), (2, [False, False])])
+def test_one_worker_on_the_whole_batch_has_no_recorded_time(per_node: int, alone: list[bool]) -> None:
+    study = parse_study(SMALL, "small.toml")
+    best = {(): {"workers_per_node": per_node, "threads": 1}}
+    cells = expand(study, study.stage[2], Ground(), quick=False, best=best, recorded=_anything("runs/one"))
+    assert ["single" in cell.methods for cell in cells[:2]] == alone
 
 
 def test_what_an_earlier_stage_does_not_give_is_skipped_with_the_reason() -> None:
@@ -168,7 +177,7 @@ def test_strong_scaling_replays_another_batch_on_every_size_and_still_has_a_base
     assert baseline_of(rows[1], real) is None, "slept time is not held against computed time"
 
 
-@pytest.mark.parametrize(("hosts", "mark"), [(1, REPLAYED_HERE), (2, REPLAYED)])
+@pytest.mark.parametrize(("hosts", "mark"), [(1, ON_LOOPBACK), (2, ON_LINKS)])
 def test_rows_of_a_replayed_cell_say_so(tmp_path: Path, hosts: int, mark: str) -> None:
     link = {"hosts": 2, "link": "1gbit"} if hosts > 1 else {}
     plan = load_plan(
@@ -344,8 +353,8 @@ def test_doubts_name_the_model_where_there_are_several() -> None:
 
 def test_a_mark_of_all_rows_stands_below_the_table_once() -> None:
     spec = Table(title="t", stage="weak", rows=["model", "nodes"], values=["step"])
-    alike = [at("vgg16", n, 1.0, marks=(REPLAYED,)) for n in (1, 2)]
-    assert (build_table(spec, alike).marks, build_table(spec, alike).warnings) == ([REPLAYED], [])
+    alike = [at("vgg16", 1, 1.0, marks=(REPLAYED,)), at("vgg16", 2, 1.0, marks=(ON_LINKS,))]
+    assert (build_table(spec, alike).marks, build_table(spec, alike).warnings) == ([ON_LINKS], [])
     some = build_table(spec, [alike[0], at("vgg16", 2, 1.0)])
     assert [one.rule for one in some.warnings] == ["unreal time"], "it is said which rows it concerns"
 
@@ -356,3 +365,66 @@ def test_a_fit_of_no_known_law_is_refused() -> None:
     text = 'title = "T"\nquestion = "Q"\nanswer = "laws"\nanswer_stage = "a"\n[[stage]]\nname = "a"\n'
     with pytest.raises(PlanError, match="amdahl"):
         parse_study(text + '[[figure]]\ntitle = "F"\nkind = "lines"\nstage = "a"\nfit = "moore"\n', "x")
+
+
+# From the command line.
+
+SMALL = """
+title = "Small"
+question = "Q?"
+answer = "laws"
+answer_stage = "strong"
+[plan]
+model = "mlp"
+evaluate = false
+steps = 2
+"measure.warmup" = 1
+[[stage]]
+name = "threads"
+methods = ["bucketed"]
+grid = { workers_per_node = [1, 2], threads = [1, 1000] }
+plan = { nodes = 1, global_batch = 8, "measure.calibration" = 0 }
+threads_per_core = 2
+[[stage]]
+name = "batch"
+methods = ["bucketed"]
+grid = { batch_per_node = [4, 8] }
+best_of = { stage = "threads", keys = ["workers_per_node", "threads"] }
+plan = { nodes = 1, "measure.calibration" = 2 }
+[[stage]]
+name = "strong"
+methods = ["single", "bucketed"]
+grid = { nodes = [1, 2, 4] }
+best_of = { stage = "batch", keys = ["workers_per_node", "threads"] }
+plan = { global_batch = 8 }
+replay = "batch"
+[[table]]
+title = "Strong"
+stage = "strong"
+rows = ["method", "nodes"]
+values = ["step", "speedup", "efficiency"]
+main = true
+"""
+
+
+def test_a_study_scales_what_it_recorded_at_its_best(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "work"
+    (folder / "small.toml").write_text(SMALL)
+    done = cli("lab", "small.toml", "--set", "data=synthetic")
+    assert done.returncode == 0, done.stderr
+    assert "7 cells" in done.stdout
+    assert "nodes=4" in (skipped := next(line for line in done.stdout.splitlines() if "skipped" in line))
+    assert "stage batch recorded no mlp at" in skipped
+    told = (folder / "runs" / "lab-small" / "report" / "report.md").read_text()
+    lines = [line.split(" | ") for line in told.splitlines() if line.startswith("| bucketed |")]
+    assert [line[1] for line in lines] == ["1", "2"]
+    assert all("-" not in line[2:] for line in lines), "a replayed row has a replayed baseline"
+    assert ON_LOOPBACK in told
+    assert "Amdahl, mlp:" in told
+    cells = {path.name.partition("-")[0] for path in (folder / "runs" / "lab-small" / "cells").iterdir()}
+    assert cells == {"threads", "batch", "strong"}
+    again = cli("report", "runs/lab-small", "-o", "again")
+    assert again.returncode == 0, again.stderr
+    assert [line for line in (folder / "again" / "report.md").read_text().splitlines() if "| bucketed |" in line] == [
+        line for line in told.splitlines() if "| bucketed |" in line
+    ], "with the settings of the run"

@@ -134,7 +134,8 @@ def _cells(
     grows = [key for key in ("batch_per_worker", "batch_per_node") if key in values]
     point = {**point, **{key: values[key] for key in grows}}
     if stage.run in ("compare", "verify"):
-        if (grows or stage.replay) and values.get("nodes", values.get("workers", 1)) > 1:
+        nodes = values.get("nodes", values.get("workers", 1))
+        if (grows and nodes > 1) or (stage.replay and nodes * values.get("workers_per_node", 1) > 1):
             # In weak scaling the baseline has one worker's batch, which only the smallest cell has; and recorded
             # times are those of one worker's share.
             methods = [method for method in methods if method != "single"]

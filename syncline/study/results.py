@@ -16,8 +16,9 @@ from syncline.study.file import Stage
 from syncline.study.rows import Row
 from syncline.study.values import VALUES
 
-REPLAYED = "replayed: compute is slept, only the network is real"
-REPLAYED_HERE = "replayed: compute is slept, only the exchange is real, over this machine's loopback"
+REPLAYED = "replayed: compute is slept"
+ON_LINKS = f"{REPLAYED}, only the network is real"
+ON_LOOPBACK = f"{REPLAYED}, only the exchange over this machine's loopback is real"
 _FROM_PLAN = ("model", "data", "workers", "threads", "global_batch", "method", "hosts", "link", "compute")
 
 
@@ -38,7 +39,7 @@ def rows_of(cell: Cell, path: Path) -> list[Row]:
     place = {key: given.get(key) for key in _FROM_PLAN if given.get(key) is not None} | dict(cell.point)
     marks = [*summary.get("marks", ())]
     if plan.replayed:
-        marks.insert(0, REPLAYED if plan.hosts > 1 else REPLAYED_HERE)
+        marks.insert(0, REPLAYED if plan.workers == 1 else ON_LINKS if plan.hosts > 1 else ON_LOOPBACK)
         place["threads"] = cell.point.get("threads", plan.threads)  # of those that were recorded
     entries = [{**summary, "label": given["method"]}] if cell.run == "train" else summary["rows"]
     costs = _costs(cell)

@@ -66,7 +66,7 @@ def build_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
         numbers=numbers,
         definitions=[(VALUES[name].label, VALUES[name].definition) for name in spec.values],
         warnings=[*_too_efficient(spec, here), *_beside_marks(check_rows(here), here)],
-        marks=list(dict.fromkeys(mark for row in here for mark in row.marks)),
+        marks=_marks(here),
         note=spec.note,
         baseline=BASELINE if any(row.method == BASELINE for row in here) else "",
     )
@@ -96,9 +96,15 @@ def _loss_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
     )
 
 
+def _marks(rows: Sequence[Row]) -> list[str]:
+    """Each once; one that another begins with is said by that."""
+    found = dict.fromkeys(mark for row in rows for mark in row.marks)
+    return [mark for mark in found if not any(other != mark and other.startswith(mark) for other in found)]
+
+
 def _beside_marks(warnings: Sequence[Warning], rows: Sequence[Row]) -> list[Warning]:
     """A mark that all rows have stands below the table once: then it is no doubt about some of them."""
-    alike = len({row.marks for row in rows}) == 1
+    alike = all(any(mark.startswith(own) for own in row.marks) for mark in _marks(rows) for row in rows)
     return [one for one in warnings if not (alike and one.rule == "unreal time")]
 
 
