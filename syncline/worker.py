@@ -104,7 +104,7 @@ def compare(plan: Plan, run: RunFolder, methods: Sequence[str], quiet: bool) -> 
         meter = LoadMeter()
         rows = Comparison(plan, entries, *parts).run()
         others = meter.others(rank.communicator)
-        return [{**row, "other_load": others} for row in rows]
+        return [{**row, "other_load": others, "train_samples": batches.num_train} for row in rows]
 
 
 def probe(
@@ -231,6 +231,7 @@ def _summary(
         "data": batches.source,
         "loading": batches.throughput() if isinstance(batches, AheadBatches | FileBatches) else None,
         "task": batches.task.name,
+        "train_samples": batches.num_train,
         "steps": progress.step,
         "timed_steps": len(seconds),
         "step": asdict(measured) if measured else None,

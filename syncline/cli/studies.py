@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.cli import options
+from syncline.cli.probe import DEFAULT_SIZES
 from syncline.collectives.patterns import PATTERNS, make_schedule
 from syncline.errors import Interrupted, PlanError, RunFolderError, SynclineError, UsageError
 from syncline.launcher.local import cores
@@ -22,16 +23,19 @@ from syncline.plan import Plan
 from syncline.report.page import write_report
 from syncline.report.schedules import schedule_svg
 from syncline.store import RunFolder, create_run, machine, write_atomic
+from syncline.study.capacity import does_not_fit
 from syncline.study.cells import Cell, Chosen, Ground, expand
 from syncline.study.contents import answer, study_contents
 from syncline.study.estimate import Estimate, estimate
 from syncline.study.file import Stage, Study
+from syncline.study.links import with_links
 from syncline.study.results import best_points, is_finished, rows_of
 from syncline.study.rows import Row, matching, pooled
 from syncline.study.timeline import Timeline, timeline_of
 from syncline.units import format_bytes
 
 FORMAT = 1
+PROBE_VISITS = 7
 
 
 @dataclass
@@ -74,7 +78,7 @@ class StudyRun:
         for stage in self.study.stage:
             if self.quick and stage.quick.skip:
                 self.skipped[stage.name] = stage.quick.skip
-        self.rows = pooled(self.rows)
+        self.rows = with_links(pooled(self.rows))
 
     def _cells(self, stage: Stage, best: Chosen | None = None) -> list[Cell]:
         recorded = None
@@ -98,7 +102,7 @@ class StudyRun:
                     self._keep(cell)
                 else:
                     self.skipped[cell.name] = "not finished"
-        self.rows = pooled(self.rows)
+        self.rows = with_links(pooled(self.rows))
 
     def answer(self) -> str:
         return answer(self.study.answer, self.study.answer_stage, [], self.rows)
@@ -150,7 +154,7 @@ class StudyRun:
     def _take(self, cell: Cell, clock: _Clock) -> None:
         path = self.cell_folder / cell.name
         if not is_finished(path):
-            why = cell.why_not or estimate(cell).does_not_fit()
+            why = cell.why_not or self._too_large(cell) or estimate(cell).does_not_fit()
             if why is None:
                 why = self._run_cell(cell, path, clock)
             if why is not None:
@@ -160,6 +164,11 @@ class StudyRun:
                 return
         clock.finish(cell, None)
         self._keep(cell)
+
+    def _too_large(self, cell: Cell) -> str | None:
+        """Why it does not fit into memory, where its stage asks an earlier one; None otherwise."""
+        earlier = next(stage.fits for stage in self.study.stage if stage.name == cell.stage)
+        return does_not_fit(cell, matching(self.rows, earlier)) if earlier is not None else None
 
     def _keep(self, cell: Cell) -> None:
         self.cells.append(cell)
@@ -293,7 +302,18 @@ def _function(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
     return {"rows": rows}
 
 
-_RUN = {"train": _train, "compare": _compare, "verify": _verify, "function": _function}
+def _probe(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
+    """As many visits to each size as the plan has steps."""
+    from syncline import worker
+    from syncline.measure.probe import summarise
+
+    visits = plan.steps or PROBE_VISITS
+    given = (plan, ["gloo", "shared-memory"], list(DEFAULT_SIZES), visits, True)
+    rows = options.on_ranks(worker.probe, given, plan, run.logs, 0)
+    return {**summarise(rows, workers=plan.workers), "marks": _marks(plan)}
+
+
+_RUN = {"train": _train, "compare": _compare, "verify": _verify, "function": _function, "probe": _probe}
 
 
 def open_study(folder: Path, title: str, *, fresh: bool = False, **settings: Any) -> None:

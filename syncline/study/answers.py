@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from syncline.measure.sanity import inside_spread
+from syncline.study.experiment_answers import EXPERIMENT_ANSWERS
+from syncline.study.replica_answers import REPLICA_ANSWERS
 from syncline.study.rows import BASELINE, Row
 from syncline.study.scalability import SCALABILITY
 from syncline.study.sweeps import MISSING, SWEEPS, Answer, Rows
@@ -184,4 +186,6 @@ ANSWERS: dict[str, Answer] = {
     "scaling": scaling,
     **SWEEPS,
     **SCALABILITY,
+    **REPLICA_ANSWERS,
+    **EXPERIMENT_ANSWERS,
 }

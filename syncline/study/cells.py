@@ -84,17 +84,19 @@ def expand(
     given = _merged(study.plan, study.quick if quick else {}, stage.plan, stage.quick.plan if quick else {})
     first = _placeholder(study, stage, quick=quick)
     best = first if best is None else best
+    variants = (stage.quick.variants if quick else {}) or stage.variants
     cells = []
     for number in range(rounds):
-        for chosen in itertools.product(*grid.values()):
+        for variant, *chosen in itertools.product(variants or [None], *grid.values()):
             point = dict(zip(grid, chosen, strict=True))
             taken, why = _taken(stage, point, best, first)
-            values = {**given, **taken, **point}
+            values = {**given, **(variants[variant] if variant else {}), **taken, **point}
             if ground.hosts is not None and values.get("nodes", 1) > ground.hosts:
                 continue
             if stage.threads_per_core is not None and _threads(values) > stage.threads_per_core * ground.cores:
                 continue
-            made = _cells(stage, values, {**taken, **point}, methods, number + 1, ground)
+            place = {**({"variant": variant} if variant else {}), **taken, **point}
+            made = _cells(stage, values, place, methods, number + 1, ground)
             cells += [replace(cell, replays=stage.replay is not None, why_not=why) for cell in made]
     if stage.replay is None or recorded is None:
         return cells

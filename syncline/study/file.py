@@ -50,6 +50,7 @@ class Quick(Section):
     """Leave the stage out, for this reason."""
     plan: dict[str, Any] = Field(default_factory=dict)
     grid: dict[str, list[Any]] = Field(default_factory=dict)
+    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
     methods: list[str] | None = None
     rounds: int | None = Field(None, ge=1)
 
@@ -74,7 +75,11 @@ class Stage(Section):
     """For run = "function": module:function, called with the plan in each rank; rank 0 returns rows."""
     plan: dict[str, Any] = Field(default_factory=dict)
     grid: dict[str, list[Any]] = Field(default_factory=dict)
+    variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Plan keys that belong together, under a name: one cell for each, beside the grid."""
     best_of: BestOf | None = None
+    fits: str | None = None
+    """Leave out what is too large for the memory, by the bytes that this earlier stage measured."""
     replay: str | None = None
     """Replay the compute that this earlier stage recorded, for the same model and batch per worker: then only the
     network is real, and there may be more nodes than cores."""
@@ -165,8 +170,9 @@ class Study(Section):
         for number, stage in enumerate(self.stage):
             if stage.best_of is not None and stage.best_of.stage not in names[:number]:
                 raise ValueError(f"stage {stage.name}: best_of names no earlier stage: {stage.best_of.stage!r}.")
-            if stage.replay is not None and stage.replay not in names[:number]:
-                raise ValueError(f"stage {stage.name}: replay names no earlier stage: {stage.replay!r}.")
+            for key, other in (("replay", stage.replay), ("fits", stage.fits)):
+                if other is not None and other not in names[:number]:
+                    raise ValueError(f"stage {stage.name}: {key} names no earlier stage: {other!r}.")
         for what, name in uses:
             if name not in names:
                 raise ValueError(f"{what}: there is no stage {name!r}; stages are {', '.join(names)}.")

@@ -9,6 +9,7 @@ from typing import Any
 from syncline.errors import RunFolderError
 from syncline.measure.breakdown import break_down, summarise
 from syncline.measure.events import read_events
+from syncline.measure.memory import memory
 from syncline.store import RunFolder
 from syncline.study.cells import Cell, Chosen
 from syncline.study.costs import cost_of
@@ -42,6 +43,8 @@ def rows_of(cell: Cell, path: Path) -> list[Row]:
         marks.insert(0, REPLAYED if plan.workers == 1 else ON_LINKS if plan.hosts > 1 else ON_LOOPBACK)
         place["threads"] = cell.point.get("threads", plan.threads)  # of those that were recorded
     entries = [{**summary, "label": given["method"]}] if cell.run == "train" else summary["rows"]
+    if cell.run == "probe":
+        entries = [_probed(entry) for entry in entries]
     costs = _costs(cell)
     return [_row(cell.stage, place, {**costs, **entry}, tuple(marks), run) for entry in entries]
 
@@ -66,28 +69,40 @@ def _row(stage: str, place: dict[str, Any], entry: dict[str, Any], marks: tuple[
     own: dict[str, Any] = {key: entry[key] for key in told if key in entry}
     if "label" in entry or "method" in entry:
         own["method"] = entry.get("label", entry.get("method"))
-    parts, by_rank = _accounted(run, own.get("method", ""), len(entry["seconds"])) if "seconds" in entry else ({}, [])
+    parts, counted = _accounted(run, own.get("method", ""), len(entry["seconds"])) if "seconds" in entry else ({}, {})
     return Row(
         stage=stage,
         point={**place, **own, **entry.get("point", {})},
         seconds=entry.get("seconds", ()),
-        figures={**entry, **({"step_by_rank": by_rank} if by_rank else {})},
+        figures={**entry, **counted},
         parts=parts,
         marks=marks,
         runs=(run.path,),
     )
 
 
-def _accounted(run: RunFolder, method: str, num_steps: int) -> tuple[dict[str, float], list[float]]:
-    """The parts of a step and each rank's own step time, over the timed steps: means in seconds."""
+def _probed(entry: dict[str, Any]) -> dict[str, Any]:
+    """A probe's operation as a row: what was fitted, beside every size."""
+    fit = entry["fit"] or {}
+    fitted = {"latency": fit.get("alpha_s"), "link_rate": fit.get("bytes_per_s")}
+    return {**entry, **fitted, "point": {"backend": entry["backend"], "operation": entry["operation"]}}
+
+
+def _accounted(run: RunFolder, method: str, num_steps: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """The parts of a step over the timed steps, means in seconds; and each rank's own step time, and its bytes."""
     try:
-        steps = read_events(run.path).complete(method)[-num_steps:]
+        events = read_events(run.path)
     except RunFolderError:
-        return {}, []
+        return {}, {}
+    steps = events.complete(method)[-num_steps:]
     found = summarise(steps, [break_down(step) for step in steps])
     if found is None:
-        return {}, []
-    return {**found.parts_s, "hidden": found.hidden_s}, [rank.step_s for rank in found.ranks]
+        return {}, {}
+    figures: dict[str, Any] = {"step_by_rank": [rank.step_s for rank in found.ranks]}
+    if held := memory(events, method):
+        figures["gradient_bytes"] = held[0].gradient_bytes
+        figures["peak_bytes"] = max(one.peak_resident_bytes for one in held)
+    return {**found.parts_s, "hidden": found.hidden_s}, figures
 
 
 def best_points(stage: Stage, earlier: Sequence[Row]) -> Chosen:

@@ -64,6 +64,22 @@ def _epoch(row: Row, _: Sequence[Row]) -> Quantity | None:
     return Quantity(step.value * -(-samples // row.point["global_batch"]))
 
 
+def _epoch_without_data(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    whole, step = _epoch(row, rows), row.step()
+    if whole is None or step is None or "data" not in row.parts:
+        return None
+    return Quantity(whole.value * max(0.0, 1 - row.parts["data"] / step.value))
+
+
+def _over_one_worker(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    """What a step costs more than one worker's on the same share: communication and all else that workers share."""
+    if row.workers == 1 or "batch_per_worker" not in row.point:
+        return None
+    base, step = baseline_of(row, rows), row.step()
+    alone = base.step() if base is not None else None
+    return None if step is None or alone is None else Quantity(step.value - alone.value)
+
+
 def _speedup(row: Row, rows: Sequence[Row]) -> Quantity | None:
     """Throughput against one worker's: T(1)/T(n) at one global batch, throughput(n)/throughput(1) otherwise."""
     base, own = baseline_of(row, rows), _throughput(row, rows)
@@ -180,6 +196,42 @@ def _amdahl_limit(row: Row, rows: Sequence[Row]) -> Quantity | None:
     return None if fit is None or fit.limit is None else Quantity(fit.limit)
 
 
+def _utilisation(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    bus, link = _bus_bandwidth(row, rows), row.figures.get("link_bytes_per_s")
+    return Quantity(bus.value / link) if bus is not None and link else None
+
+
+def _of_probe(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    own, alone = _gradient_bandwidth(row, rows), row.figures.get("probe_bytes_per_s")
+    return Quantity(own.value / alone) if own is not None and alone else None
+
+
+EXPERIMENTS = {
+    name: Value(label, unit, _figure(name), definition)
+    for name, label, unit, definition in (
+        ("bytes_per_sample", "bytes per sample", "B", "Slope of the peak resident bytes over the batch size."),
+        ("needed_bytes", "one worker needs", "B", "Process + batch x bytes per sample."),
+        (
+            "room_share",
+            "of free memory",
+            "%",
+            "Bytes needed / the memory that a study may take: 80 % of what is free.",
+        ),
+        ("same_batches", "batches as before", "%", "Share of a rank's batches that are those of the epoch before."),
+        ("same_shard", "samples kept by the rank", "%", "Share of a rank's samples that it had in the epoch before."),
+        ("seen", "training set seen", "%", "Share of the training set that one rank has seen in all epochs."),
+        ("start_bytes", "at the start", "B", "Bytes that rank 0 sends before the first step: weights and buffers."),
+        ("buffers", "buffers", "B", "Bytes of buffers (running statistics) that rank 0 gives to one step."),
+        ("statistics", "statistics", "B", "Bytes of batch-norm statistics that a rank gives to one step."),
+        ("messages", "messages", "", "Operations of one step, all kinds together."),
+        ("weights_apart", "weights apart", "", "|w0 - w1| / |w0| over all weights of ranks 0 and 1."),
+        ("means_apart", "running means apart", "", "|m0 - m1| / |m0| over all running means of ranks 0 and 1."),
+        ("accuracy_0", "accuracy, rank 0", "%", "On the test set, with rank 0's own weights and buffers."),
+        ("accuracy_1", "accuracy, rank 1", "%", "On the test set, with rank 1's own weights and buffers."),
+    )
+}
+"""What a study's own experiments (run = "function") find: their rows have figures of these names."""
+
 VALUES: dict[str, Value] = {
     "step": Value(
         "step", "s", _step, "Median wall time of a step on the slowest rank; ± half the distance of the quartiles."
@@ -187,6 +239,13 @@ VALUES: dict[str, Value] = {
     "mean_step": Value("average step", "s", _mean_step, "Mean wall time of the timed steps on the slowest rank."),
     "throughput": Value("samples/s", "samples/s", _throughput, "Global batch / median step time."),
     "epoch": Value("epoch", "s", _epoch, "Median step time x steps of one pass over the training set."),
+    "epoch_without_data": Value(
+        "epoch without data", "s", _epoch_without_data, "Epoch x (1 - mean wait for a batch / median step)."
+    ),
+    "over_one_worker": Value(
+        "over one worker", "s", _over_one_worker,
+        "Median step - one worker's median step at the same batch per worker: what the others cost, named or not.",
+    ),
     "speedup": Value(
         "speed-up", "x", _speedup,
         "Throughput(n) / throughput(1): strong scaling at one global batch, weak at one batch per worker.",
@@ -241,5 +300,16 @@ VALUES: dict[str, Value] = {
         "off Gustafson by", "%", _deviation("gustafson"),
         "Largest distance of a measured speed-up from the law; above 10 % the law does not describe the measurement.",
     ),
+    "utilisation": Value(
+        "of the link", "%", _utilisation,
+        "Bus bandwidth / link rate, the one that sends and receives of the probe reached in this study.",
+    ),
+    "of_probe": Value(
+        "of an all-reduce alone", "%", _of_probe,
+        "Algorithm bandwidth / that of the probed all-reduce nearest in size, with no compute beside it.",
+    ),
+    "latency": Value("latency", "s", _figure("latency"), "The constant of the fit time = latency + bytes / rate."),
+    "link_rate": Value("rate", "B/s", _figure("link_rate"), "The rate of the fit time = latency + bytes / rate."),
     "memory": Value("peak memory", "B", _figure("peak_bytes"), "Largest resident size of a rank."),
+    **EXPERIMENTS,
 }  # fmt: skip

@@ -1,0 +1,118 @@
+"""How much memory one sample of a model takes, measured in a child process that may not take more than it is given.
+
+The child takes training steps on growing batches and says its peak after each; the slope is the bytes per sample. An
+address-space limit is on it all the while, so that a wrong guess ends the child and nothing else. What was found is
+then tried: a second child, with room for 1.5 times CHECKED samples, must manage CHECKED and be refused twice as many.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from syncline.errors import SynclineError
+from syncline.train.memory import peak_resident_bytes
+from syncline.workload.models import build_model, usual_task
+
+BATCHES = (8, 16, 32)
+CHECKED = 24
+SHARE = 0.8
+"""Of what is free: the rest of the machine lives too."""
+GROWTH = 4
+
+
+def capacity(rank: Any) -> list[dict[str, Any]]:
+    """Rows of the batches global_batch, x 4, x 4 … to the first that one worker has no memory for."""
+    plan = rank.plan
+    room = free_bytes() * SHARE
+    measured = in_child(plan.model, round(room), BATCHES)
+    if len(measured) < 2:
+        raise SynclineError(f"{plan.model} has no memory for batches of {BATCHES[1]}.", action="Free some memory.")
+    per_sample, process = fitted(measured)
+    tried = in_child(plan.model, round(1.5 * CHECKED * per_sample), (CHECKED, 2 * CHECKED))
+    holds = [batch for batch, _ in tried] == [CHECKED]
+    rows = []
+    for batch in ladder(plan.global_batch, per_sample, process, room):
+        needed = process + batch * per_sample
+        figures = {"needed_bytes": needed, "room_share": needed / room, "fits": needed <= room, "limit_holds": holds}
+        known = {"bytes_per_sample": per_sample, "process_bytes": process, "room_bytes": room}
+        rows.append({"point": {"batch_per_worker": batch, "global_batch": batch}, **figures, **known})
+    return rows
+
+
+def fitted(measured: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """(bytes per sample, bytes of the process without any) of (batch, peak) pairs."""
+    slope, start = np.polyfit([batch for batch, _ in measured], [peak for _, peak in measured], 1)
+    return float(slope), float(start)
+
+
+def ladder(first: int, per_sample: float, process: float, room: float) -> list[int]:
+    """first, x 4, … and the first one that does not fit."""
+    batches = [first]
+    while process + batches[-1] * per_sample <= room:
+        batches.append(batches[-1] * GROWTH)
+    return batches
+
+
+def free_bytes() -> int:
+    """What could be taken without pushing anything out: of the machine, or of the group that the kernel limits."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        taken = int((limit.parent / "memory.current").read_text())
+        free = min(free, max(0, int(text) - taken))
+    return free
+
+
+def in_child(model: str, limit: int, batches: Sequence[int]) -> list[tuple[int, int]]:
+    """(batch, peak bytes) of each batch that the limit allowed; the limit is on what the child takes for batches."""
+    command = [sys.executable, "-P", "-m", "syncline.measure.capacity", model, str(limit), *map(str, batches)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if child.returncode != 0:
+        last = child.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        raise SynclineError(f"the memory of {model} could not be measured: {last[0]}", action="Look at its model.")
+    return [(one["batch"], one["peak"]) for one in map(json.loads, child.stdout.splitlines())]
+
+
+def _main(name: str, limit: int, batches: Sequence[int]) -> None:
+    torch.set_num_threads(1)
+    task = usual_task(name)
+    model = build_model(name, seed=0, task=task).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(batch: int) -> None:
+        inputs = torch.randn(batch, *task.input_shape).to(memory_format=torch.channels_last)
+        task.loss(model(inputs), torch.zeros(batch, dtype=torch.int64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    step(2)  # what any batch needs once: momentum, and torch's own code
+    allowed = _address_space() + limit
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
+    for batch in batches:
+        try:
+            step(batch)
+        except (MemoryError, RuntimeError) as error:
+            if not isinstance(error, MemoryError) and "memory" not in str(error):
+                raise
+            return
+        print(json.dumps({"batch": batch, "peak": peak_resident_bytes()}), flush=True)
+
+
+def _address_space() -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmSize:"))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], int(sys.argv[2]), [int(word) for word in sys.argv[3:]])

@@ -1,0 +1,154 @@
+"""What travels besides gradients, and what goes wrong where only gradients are sent: an experiment on two ranks.
+
+Every case trains the quarter-width VGG-11 with averaged gradients. They differ in whether ranks started from the same
+weights, in what batch norm does across ranks, and in whether each rank sees all classes or half of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from syncline.comm import Communicator
+from syncline.errors import PlanError
+from syncline.spans import EventLog
+from syncline.sync import make_sync
+from syncline.sync.batch_norm import Policy, attach
+from syncline.train.evaluate import evaluate_per_rank
+from syncline.train.step import Worker, train_step
+from syncline.workload.batches import ImageBatches
+from syncline.workload.images import ImageSet
+from syncline.workload.models import build_model
+from syncline.workload.sharding import Shard
+from syncline.workload.synthetic import synthetic_images
+
+RANKS = 2
+MODEL = "vgg11-quarter"
+KINDS = ("gradients", "buffers", "statistics")
+BEFORE = -1
+"""The step that a log stamps on what happens before the first one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    batch_norm: Policy
+    same_start: bool = True
+    all_classes: bool = True
+
+
+CASES = (
+    Case("local"),
+    Case("broadcast"),
+    Case("sync"),
+    Case("local", same_start=False),
+    Case("local", all_classes=False),
+    Case("broadcast", all_classes=False),
+    Case("sync", all_classes=False),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One rank's end."""
+
+    weights: Tensor
+    running_means: Tensor
+    accuracies: list[float]
+    sent: dict[str, tuple[int, int]]
+    """By kind: messages and bytes of the last step, and `start`: those before the first."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    images: ImageSet
+    starts: list[nn.Module]
+    """Two different ones, made beforehand because threads share torch's random generator."""
+    steps: int
+    batch: int
+
+
+def experiment(steps: int, batch: int, images: ImageSet | None = None) -> Experiment:
+    starts = [build_model(MODEL, seed=seed) for seed in (1, 2)]
+    return Experiment(images or synthetic_images(4000, 500), starts, steps, batch)
+
+
+def travels(rank: Any) -> list[dict[str, Any]]:
+    """A study's rows, one for each case, on the two ranks that the plan started."""
+    communicator, plan = rank.communicator, rank.plan
+    if communicator.world_size != RANKS:
+        raise PlanError(f"this experiment takes {RANKS} ranks, not {communicator.world_size}.")
+    about = experiment(plan.steps or 20, plan.global_batch)
+    return [_row(case, live(communicator, rank.log, case, about), communicator) for case in CASES]
+
+
+def _row(case: Case, own: Outcome, communicator: Communicator) -> dict[str, Any]:
+    weights = communicator.all_gather(own.weights, label="weights")
+    means = communicator.all_gather(own.running_means, label="running means")
+    point = {
+        "start": "same" if case.same_start else "different",
+        "classes": "all" if case.all_classes else "half on each rank",
+        "batch_norm": case.batch_norm,
+        "method": "all-reduce",
+    }
+    figures: dict[str, Any] = {kind: own.sent.get(kind, (0, 0))[1] for kind in KINDS}
+    figures["gradient_bytes"] = figures.pop("gradients")
+    figures["messages"] = sum(own.sent.get(kind, (0, 0))[0] for kind in KINDS)
+    figures["start_bytes"] = own.sent.get("start", (0, 0))[1]
+    figures |= {"weights_apart": distance(*weights), "means_apart": distance(*means)}
+    return {"point": point, **figures, **{f"accuracy_{number}": one for number, one in enumerate(own.accuracies)}}
+
+
+def live(communicator: Communicator, log: EventLog, case: Case, about: Experiment) -> Outcome:
+    """One rank's part. Collective."""
+    log.records.clear()
+    log.step = BEFORE
+    model = copy.deepcopy(about.starts[0])
+    sync = make_sync("all-reduce", communicator, batch_norm=case.batch_norm)
+    module = attach(sync, model, case.batch_norm)
+    if not case.same_start and communicator.rank == 1:
+        model.load_state_dict(about.starts[1].state_dict())
+    batches = ImageBatches(about.images, seed=1, channels_last=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    worker = Worker(model, module, sync, optimizer, batches, log)
+    for step in range(about.steps):
+        log.step = step
+        train_step(worker, shard(case, about.images, communicator.rank, step, about.batch))
+    sent = traffic(log, model, about.steps - 1)
+    accuracies = [one.score_sum / one.num_samples for one in evaluate_per_rank(model, batches, communicator)]
+    means = [tensor for name, tensor in model.named_buffers() if name.endswith("running_mean")]
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    sync.detach()
+    return Outcome(weights, torch.cat(means), accuracies, sent)
+
+
+def shard(case: Case, images: ImageSet, rank: int, step: int, batch: int) -> Shard:
+    """This rank's half of a batch that is drawn from all images, or from those of its five classes."""
+    allowed = np.arange(len(images.train_labels))
+    if not case.all_classes:
+        allowed = allowed[images.train_labels % RANKS == rank]
+    drawn = np.random.default_rng((step, rank)).choice(allowed, batch // RANKS, replace=False)
+    return Shard(0, step, drawn, batch, RANKS)
+
+
+def traffic(log: EventLog, model: nn.Module, step: int) -> dict[str, tuple[int, int]]:
+    buffers = {name for name, _ in model.named_buffers()}
+    found: dict[str, tuple[int, int]] = {}
+    for record in log.records:
+        if record["kind"] != "collective" or record["step"] not in (BEFORE, step):
+            continue
+        label = record["label"]
+        kind = "statistics" if "statistics of" in label else "buffers" if label in buffers else "gradients"
+        kind = "start" if record["step"] == BEFORE else kind
+        count, size = found.get(kind, (0, 0))
+        found[kind] = (count + 1, size + record["bytes"])
+    return found
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Length of the difference over length; 0 only where they are equal to the bit."""
+    return 0.0 if torch.equal(one, other) else float((one - other).norm() / one.norm())
