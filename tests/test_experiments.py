@@ -13,7 +13,7 @@ from conftest import SYNCLINE, cli_environment
 from helpers import on_threads
 
 from syncline.comm import Communicator
-from syncline.errors import PlanError, SynclineError
+from syncline.errors import PlanError
 from syncline.measure.capacity import fitted, free_bytes, in_child, ladder
 from syncline.measure.sampler import compare_epochs, epochs_of_samplers
 from syncline.measure.travels import CASES, Case, _row, distance, experiment, live, travels
@@ -82,7 +82,7 @@ def test_probes_and_experiments_are_stages(tmp_path: Path) -> None:
     assert "| shared-memory | all_reduce |" in report
     assert lines["DistributedSampler"] == "| DistributedSampler | 100.0% | 50.0% |"
     assert lines["DistributedSampler, set_epoch"].startswith("| DistributedSampler, set_epoch | 0.0% |")
-    assert "of what the link carries" in done.stdout
+    assert "that the link carries" in done.stdout
 
 
 # Variants, and what fits.
@@ -142,8 +142,6 @@ def test_a_limit_ends_the_child_and_nothing_else() -> None:
     assert [batch for batch, _ in allowed] == [64, 512]
     assert allowed[1][1] > allowed[0][1], "a larger batch has a higher peak"
     assert in_child("cnn", 2**20, (4096,)) == [], "1 MiB is not enough for 4096 samples"
-    with pytest.raises(SynclineError, match="could not be measured"):
-        in_child("no-model", 2**30, (1,))
 
 
 def test_the_ladder_ends_with_the_first_batch_that_does_not_fit() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from syncline.study.answers import ANSWERS
+from syncline.study.file import Table
 from syncline.study.rows import Quantity, Row
+from syncline.study.tables import build_table
 from syncline.study.values import VALUES
 
 COMPUTE = {"forward": 0.3, "backward": 0.6}
@@ -34,7 +36,8 @@ def test_processes_are_faster_because_threads_lose_more_than_sending_costs() -> 
     ]
     said = say("replicas-or-processes", rows)
     assert said.startswith(
-        "On 2 workers ddp is 2.00 times as fast as data-parallel (a step takes 1.00 ±0.00 s with ddp"
+        "On 2 workers ddp is faster at 8 samples per worker (1.00 ±0.00 s a step with ddp, 2.00 ±0.00 s with "
+        "data-parallel: 2.00 times as long). At 8, forward"
     )
     assert "forward and backward take 1.10 s longer in data-parallel" in said
     assert "sending takes 100 ms that data-parallel does not have: threads that share one interpreter" in said
@@ -46,7 +49,8 @@ def test_replicas_are_faster_where_sending_costs_more() -> None:
         row("ddp", 2, *[1.5] * 5, parts={**COMPUTE, "wire": 0.6}),
     ]
     said = say("replicas-or-processes", rows)
-    assert "data-parallel is 1.50 times as fast as ddp" in said
+    assert "On 2 workers data-parallel is faster at 8 samples per worker" in said
+    assert "1.50 times as long" in said
     assert "the threads save more than they lose to each other" in said
 
 
@@ -61,7 +65,8 @@ def test_what_the_parts_do_not_explain_is_left_unexplained() -> None:
 def test_no_difference_is_said_and_not_explained() -> None:
     rows = [row("data-parallel", 2, 1.0, 1.5, 2.0), row("ddp", 2, 1.1, 1.6, 2.1)]
     said = say("replicas-or-processes", rows)
-    assert "there is no difference between the two" in said
+    assert "there is no difference that this run could show" in said
+    assert "faster" not in said
     assert "interpreter" not in said
     assert say("replicas-or-processes", rows[:1]).startswith("Not answered")
 
@@ -125,7 +130,7 @@ def test_the_kind_of_scaling_follows_from_what_stayed_the_same() -> None:
     alone = say("kind-of-scaling", fixed)
     assert alone.startswith("One global batch")
     assert "weak" not in alone
-    assert "more workers than cores" not in said
+    assert "Where there are more workers than cores" not in said
     shared = [weak[0], row("ddp", 4, 2.0, marks=("stretched: compute shares cores",))]
     assert "more workers than cores" in say("kind-of-scaling", shared)
     assert say("kind-of-scaling", weak[1:]).startswith("Not answered")
@@ -135,6 +140,15 @@ def test_what_workers_cost_over_one() -> None:
     rows = [row("single", 1, 1.0), row("ddp", 2, 1.25)]
     assert VALUES["over_one_worker"].read(rows[1], rows) == Quantity(0.25)
     assert VALUES["over_one_worker"].read(rows[0], rows) is None
+    table = Table(title="t", stage="weak", values=["over_one_worker"], where={"workers": 2})
+    assert build_table(table, rows).rows == [["ddp", "250 ms"]], "the baseline need not be in the table"
+
+
+def test_the_same_doubt_about_several_rows_is_said_once() -> None:
+    rows = [row("single", 1, *[1.0] * 5), row("ddp", 2, *[0.9] * 5), row("bucketed", 2, *[0.9] * 5)]
+    warnings = build_table(Table(title="t", stage="weak", values=["speedup"]), rows).warnings
+    assert len(warnings) == 1
+    assert warnings[0].text.endswith("The same for bucketed on 2 workers.")
 
 
 def test_how_much_of_the_link_is_used() -> None:
@@ -143,7 +157,12 @@ def test_how_much_of_the_link_is_used() -> None:
     assert VALUES["utilisation"].read(one, [one]) == Quantity(0.25)
     assert VALUES["of_probe"].read(one, [one]) == Quantity(0.4)
     said = say("link-use", [one])
-    assert said.startswith("At best 1 GB/s, with ddp on 2 workers at 8 per worker: 25% of what the link carries; 40%")
+    assert said == (
+        "At most 25%: ddp on 2 workers at 8 per worker moves 1 GB/s of the 4 GB/s that the link carries, 40% of what "
+        "an all-reduce reaches with no backward beside it."
+    )
+    memory = row("shared-memory", 2, 1.0, parts={"wire": 0.1}, figures={"gradient_bytes": 1e9})
+    assert say("link-use", [one, memory]).endswith("beside it. shared-memory moves 10 GB/s.")
     unknown = row("ddp", 2, 1.0, parts={"wire": 0.5}, figures={"gradient_bytes": 1e9})
     assert VALUES["utilisation"].read(unknown, [unknown]) is None
     assert say("link-use", [unknown]).startswith("Not answered")

@@ -119,7 +119,7 @@ def check_rows(rows: Iterable[Measured]) -> list[Warning]:
         name = _name(row, model=several)
         for warning in _check(row, name):
             found.setdefault(warning.rule, []).append((name, warning))
-    return [_merged(cases) for cases in found.values()]
+    return [merged(cases) for cases in found.values()]
 
 
 def _check(row: Measured, what: str) -> list[Warning]:
@@ -137,7 +137,7 @@ def _check(row: Measured, what: str) -> list[Warning]:
     return [one for one in found if one is not None]
 
 
-def _merged(cases: Sequence[tuple[str, Warning]]) -> Warning:
+def merged(cases: Sequence[tuple[str, Warning]]) -> Warning:
     """The first case in full; the others by name."""
     first = cases[0][1]
     others = list(dict.fromkeys(name for name, _ in cases[1:] if name != cases[0][0]))

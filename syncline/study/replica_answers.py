@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from syncline.measure.sanity import inside_spread
-from syncline.study.rows import BASELINE, Row
+from syncline.study.rows import BASELINE, STRETCHED, Row
 from syncline.study.sweeps import MISSING, Answer, Rows
 from syncline.study.values import VALUES
 from syncline.units import format_bytes, format_seconds
@@ -33,9 +33,8 @@ def replicas_or_processes(rows: Rows, _: Mapping[str, Rows]) -> str:
     if not pairs:
         return MISSING.format("data-parallel beside ddp on several workers")
     pairs.sort(key=lambda pair: _batch(pair[0]))
-    told = [f"{_verdict(*pair)} at {_batch(pair[0])} samples per worker" for pair in pairs]
-    apart = [pair for pair in pairs if inside_spread(pair[0].seconds, pair[1].seconds, ("", "")) is None]
-    text = f"On {workers} workers {'; '.join(told)}."
+    text = f"On {workers} workers {'; '.join(_verdicts(pairs))}."
+    apart = [pair for pair in pairs if not _alike(*pair)]
     if not apart:
         return text
     return f"{text} {_why(*max(apart, key=lambda pair: abs(_time(pair[0]) - _time(pair[1])) / _time(pair[1])))}"
@@ -43,18 +42,31 @@ def replicas_or_processes(rows: Rows, _: Mapping[str, Rows]) -> str:
 
 def _own_cores(rows: Rows) -> int:
     """The most workers that had cores of their own; the fewest where none had."""
-    fit = [row.workers for row in rows if not any("stretched" in mark for mark in row.marks)]
+    fit = [row.workers for row in rows if not _shares_cores(row)]
     return max(fit) if fit else min((row.workers for row in rows), default=0)
 
 
-def _verdict(replicas: Row, processes: Row) -> str:
-    both = f"{_step(processes)} with ddp and {_step(replicas)} with data-parallel"
-    if inside_spread(replicas.seconds, processes.seconds, ("", "")) is not None:
-        return f"there is no difference between the two (a step takes {both})"
-    ratio = _time(replicas) / _time(processes)
-    if ratio > 1:
-        return f"ddp is {ratio:.2f} times as fast as data-parallel (a step takes {both})"
-    return f"data-parallel is {1 / ratio:.2f} times as fast as ddp (a step takes {both})"
+def _verdicts(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
+    """One for each outcome, with all batch sizes that it holds for."""
+    found: dict[str, list[str]] = {}
+    for replicas, processes in pairs:
+        ratio = _time(replicas) / _time(processes)
+        outcome = f"{PROCESSES} is faster" if ratio > 1 else f"{REPLICAS} is faster"
+        times = f"{_step(processes)} a step with {PROCESSES}, {_step(replicas)} with {REPLICAS}"
+        if _alike(replicas, processes):
+            outcome = "there is no difference that this run could show"
+        else:
+            times += f": {max(ratio, 1 / ratio):.2f} times as long"
+        found.setdefault(outcome, []).append(f"at {_batch(replicas)} samples per worker ({times})")
+    return [f"{outcome} {' and '.join(where)}" for outcome, where in found.items()]
+
+
+def _alike(one: Row, other: Row) -> bool:
+    return inside_spread(one.seconds, other.seconds, ("", "")) is not None
+
+
+def _shares_cores(row: Row) -> bool:
+    return any(mark.startswith(STRETCHED) for mark in row.marks)
 
 
 def _why(replicas: Row, processes: Row) -> str:
@@ -136,8 +148,13 @@ def _memory(rows: Rows) -> str:
 
 def kind_of_scaling(rows: Rows, others: Mapping[str, Rows]) -> str:
     """Whether the batch per worker or the global batch stayed the same in each stage, and what that gave."""
-    told = [one for these in (rows, *others.values()) if (one := _scaling(these)) is not None]
-    return " ".join(told) or MISSING.format("scaling against one worker")
+    stages = (rows, *others.values())
+    told = [one for these in stages if (one := _scaling(these)) is not None]
+    if not told:
+        return MISSING.format("scaling against one worker")
+    if any(_shares_cores(row) for these in stages for row in these):
+        told.append("Where there are more workers than cores, more workers can give no more.")
+    return " ".join(told)
 
 
 def _scaling(rows: Rows) -> str | None:
@@ -157,30 +174,25 @@ def _scaling(rows: Rows) -> str | None:
     best = {count: max((pair for pair in known if pair[0].workers == count), key=lambda pair: pair[1])
             for count in sorted({row.workers for row, _ in known})}  # fmt: skip
     gains = [f"{value:.2f} on {count} workers ({row.method}, {_size(row)})" for count, (row, value) in best.items()]
-    shared = any("stretched" in mark for row, _ in known for mark in row.marks)
-    note = "; where there are more workers than cores, no more can be expected" if shared else ""
-    return f"{kind}: the best speed-up is {' and '.join(gains)}{note}."
+    return f"{kind}: the best speed-up is {' and '.join(gains)}."
 
 
 def link_use(rows: Rows, _: Mapping[str, Rows]) -> str:
-    """How much of the link the all-reduce of gradients uses during training."""
-    told = []
-    for row in (row for row in rows if row.workers > 1):
-        used, alone, rate = (VALUES[name].read(row, rows) for name in ("utilisation", "of_probe", "bus_bandwidth"))
-        if rate is not None and (used is not None or alone is not None):
-            told.append((rate.value, row, used, alone))
-    if not told:
+    """How much of the link the all-reduce of gradients uses during training, and what shared memory does instead."""
+    moved = [(row, one.value) for row in rows if (one := VALUES["bus_bandwidth"].read(row, rows)) is not None]
+    used = [(row, rate, row.figures["link_bytes_per_s"]) for row, rate in moved if "link_bytes_per_s" in row.figures]
+    if not used:
         return MISSING.format("the link beside the all-reduce")
-    row, used, alone = max(told, key=lambda pair: pair[0])[1:]
+    row, rate, link = max(used, key=lambda one: one[1] / one[2])
     text = (
-        f"At best {VALUES['bus_bandwidth'].text(VALUES['bus_bandwidth'].read(row, rows))}, with {row.method} on "
-        f"{row.workers} workers at {_batch(row)} per worker"
+        f"At most {rate / link:.0%}: {row.method} on {row.workers} workers at {_batch(row)} per worker moves "
+        f"{rate / 1e9:.3g} GB/s of the {link / 1e9:.3g} GB/s that the link carries"
     )
-    text += f": {used.value:.0%} of what the link carries" if used is not None else ""
+    alone = VALUES["of_probe"].read(row, rows)
     if alone is not None:
-        text += f"{'; ' if used is not None else ': '}{alone.value:.0%} of what an all-reduce reaches alone"
-        text += ", without backward on the same cores"
-    return f"{text}."
+        text += f", {alone.value:.0%} of what an all-reduce reaches with no backward beside it"
+    shared = [rate for one, rate in moved if one.method == "shared-memory" and one.workers == row.workers]
+    return f"{text}. shared-memory moves {max(shared) / 1e9:.3g} GB/s." if shared else f"{text}."
 
 
 def _batch(row: Row) -> int:

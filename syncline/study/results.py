@@ -14,7 +14,7 @@ from syncline.store import RunFolder
 from syncline.study.cells import Cell, Chosen
 from syncline.study.costs import cost_of
 from syncline.study.file import Stage
-from syncline.study.rows import Row
+from syncline.study.rows import BASELINE, STRETCHED, Row
 from syncline.study.values import VALUES
 
 REPLAYED = "replayed: compute is slept"
@@ -76,7 +76,9 @@ def _row(stage: str, place: dict[str, Any], entry: dict[str, Any], marks: tuple[
         seconds=entry.get("seconds", ()),
         figures={**entry, **counted},
         parts=parts,
-        marks=marks,
+        marks=marks
+        if own.get("method") != BASELINE
+        else tuple(one for one in marks if not one.startswith(STRETCHED)),
         runs=(run.path,),
     )
 
@@ -85,7 +87,8 @@ def _probed(entry: dict[str, Any]) -> dict[str, Any]:
     """A probe's operation as a row: what was fitted, beside every size."""
     fit = entry["fit"] or {}
     fitted = {"latency": fit.get("alpha_s"), "link_rate": fit.get("bytes_per_s")}
-    return {**entry, **fitted, "point": {"backend": entry["backend"], "operation": entry["operation"]}}
+    point = {"backend": entry["backend"], "operation": entry["operation"]}
+    return {**entry, **fitted, "method": " ".join(point.values()), "point": point}
 
 
 def _accounted(run: RunFolder, method: str, num_steps: int) -> tuple[dict[str, float], dict[str, Any]]:

@@ -11,6 +11,8 @@ from typing import Any
 from syncline.measure.statistics import spread
 
 BASELINE = "single"
+STRETCHED = "stretched"
+"""How the mark of workers that shared cores begins; one worker beside them does not share its own."""
 
 
 @dataclass(frozen=True)

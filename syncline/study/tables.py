@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from syncline.measure.sanity import Warning, check_rows, efficiency_above_one
+from syncline.measure.sanity import Warning, check_rows, efficiency_above_one, merged
 from syncline.study import file
 from syncline.study.rows import BASELINE, Quantity, Row, matching
 from syncline.study.values import VALUES
@@ -23,6 +23,8 @@ KEY_LABELS = {
     "options.groups": "groups",
     "accumulate": "steps without sync",
 }
+COLUMN_LABELS = {"batch_per_worker": "per worker"}
+"""After a value, at the head of a column."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def build_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
     columns += [_column(name, chosen, spec) for name in spec.values for chosen in across]
     texts, numbers = [], []
     for line in lines:
-        found = [_cell(name, line, chosen, spec, here) for name in spec.values for chosen in across]
+        found = [_cell(name, line, chosen, spec, here, rows) for name in spec.values for chosen in across]
         texts.append([*map(str, line), *(VALUES[name].text(quantity) for name, quantity in found)])
         numbers.append([*(None for _ in line), *(quantity.value if quantity else None for _, quantity in found)])
     return TableData(
@@ -117,8 +119,10 @@ def _too_efficient(spec: file.Table, rows: Sequence[Row]) -> list[Warning]:
         efficiency = VALUES["efficiency"].read(row, rows)
         if efficiency is not None:
             who = f"{row.point.get('model')} with {row.method}" if several else row.method
-            found.append(efficiency_above_one(efficiency.value, f"{who} on {row.workers} workers"))
-    return [one for one in found if one is not None]
+            name = f"{who} on {row.workers} workers"
+            found.append((name, efficiency_above_one(efficiency.value, name)))
+    doubtful = [(name, one) for name, one in found if one is not None]
+    return [merged(doubtful)] if doubtful else []
 
 
 def _combinations(rows: Iterable[Row], keys: Sequence[str]) -> list[tuple[Any, ...]]:
@@ -134,15 +138,23 @@ def _column(name: str, chosen: tuple[Any, ...], spec: file.Table) -> str:
     label = VALUES[name].label
     if not spec.columns:
         return label
-    where = ", ".join(f"{value} {key_label(key)}" for key, value in zip(spec.columns, chosen, strict=True))
+    where = ", ".join(
+        f"{value} {COLUMN_LABELS.get(key) or key_label(key)}" for key, value in zip(spec.columns, chosen, strict=True)
+    )
     return where if len(spec.values) == 1 else f"{label}, {where}"
 
 
 def _cell(
-    name: str, line: tuple[Any, ...], chosen: tuple[Any, ...], spec: file.Table, rows: Sequence[Row]
+    name: str,
+    line: tuple[Any, ...],
+    chosen: tuple[Any, ...],
+    spec: file.Table,
+    here: Sequence[Row],
+    rows: Sequence[Row],
 ) -> tuple[str, Quantity | None]:
+    """Of the rows that the table shows; held against all rows, since a baseline may not be among those."""
     wanted = dict(zip((*spec.rows, *spec.columns), (*line, *chosen), strict=True))
-    for row in rows:
+    for row in here:
         if all(_hashable(row.point.get(key, "-")) == value for key, value in wanted.items()):
             return name, VALUES[name].read(row, rows)
     return name, None
