@@ -35,7 +35,7 @@ def rows() -> list[Row]:
                     point = {"nodes": nodes, "workers": nodes, "method": method, "global_batch": batch, key: 16}
                     seconds = [0.4 + 0.05 * number * nodes + 0.001 * i for i in range(5)]
                     found.append(Row(stage, point, seconds=seconds, figures={"loss": 2.0}, parts=PARTS))
-    losses = [{"step": 20, "loss": 2.3}, {"step": 40, "loss": 2.1}]
+    losses = [{"step": step, "loss": loss, "by_rank": [loss, loss]} for step, loss in ((20, 2.3), (40, 2.1))]
     for method in ("ddp", "all-reduce"):
         figures = {"losses": losses, "epochs": [{"train_loss": 2.0, "test_loss": 2.1, "test_accuracy": 0.2}]}
         found.append(
