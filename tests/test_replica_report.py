@@ -20,7 +20,7 @@ EXPERIMENTS = {
     "order": [({"sampler": name}, {"same_batches": same, "same_shard": same, "seen": 0.5})
               for name, same in (("DistributedSampler", 1.0), ("DistributedSampler, set_epoch", 0.0))],
     "travels": [({"start": start, "classes": "all", "batch_norm": "local"},
-                 {"start_bytes": 9, "gradients": 9, "buffers": 0, "statistics": 0, "messages": 3,
+                 {"start_bytes": 9, "gradient_bytes": 9, "buffers": 0, "statistics": 0, "messages": 3,
                   "weights_apart": apart, "means_apart": 0.1, "accuracy_0": 0.5, "accuracy_1": 0.6})
                 for start, apart in (("same", 0.0), ("different", 0.7))],
     "memory": [({"batch_per_worker": 32},

@@ -142,7 +142,7 @@ def made_up_results(study: Study) -> list[Row]:
                 point = {key: plan[key] for key in ("model", "workers", "threads", "global_batch", "compute")}
                 losses = [{"step": step, "loss": 2.0, "by_rank": [1.9, 2.1]} for step in (10, 20)]
                 epochs = [{"train_loss": 2.0, "train_accuracy": 0.2, "test_loss": 2.1, "test_accuracy": 0.2}]
-                figures = {"loss": 2.0, "losses": losses, "epochs": epochs}
+                figures = {"loss": 2.0, "losses": losses, "epochs": epochs, "train_samples": 1000}
                 seconds = [0.4 + 0.01 * number + 0.001 * i for i in range(5)]
                 found.append(
                     Row(stage.name, {**point, **cell.point, **own, "method": method}, seconds, figures, PARTS)
