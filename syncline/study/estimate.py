@@ -28,8 +28,9 @@ HOST_BYTES = 260 * 2**20
 """An emulated host, which loads torch for itself."""
 COPIES = 5
 """Of the parameters: weights, gradients, momentum, buckets, and one for what is under way."""
-REPLAYED_COPIES = 3
-"""Of the parameters where compute is replayed: gradients, buckets, and at most one for the largest parameter."""
+REPLAYED_COPIES = {"ddp": 4}
+"""Of the parameters where compute is replayed, by method: gradients, buckets, the largest parameter, what is under
+way; measured with VGG-16, whose largest parameter is three quarters of it."""
 LOOPBACK_BYTES_PER_S = 1.5e9
 """That all ranks of this machine together send each other."""
 
@@ -60,7 +61,8 @@ def estimate(cell: Cell) -> Estimate:
         samples, steps, turns = 5 * plan.workers, 30, len(cell.methods)
     if cell.replays or plan.replayed:
         step_s = _replayed_step(cell, plan, cost)
-        rank = RANK_BYTES + turns * REPLAYED_COPIES * 4 * cost.parameters
+        copies = sum(REPLAYED_COPIES.get(method, COPIES) for method in cell.methods or (plan.method,))
+        rank = RANK_BYTES + copies * 4 * cost.parameters
         samples = 0
     else:
         step_s = cost.flops * samples / _speed(plan.workers * (plan.threads or 1))

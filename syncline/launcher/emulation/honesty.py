@@ -27,8 +27,8 @@ _HOST_BYTES = 260e6
 _RANK_BYTES = 330e6
 _COPIES_OF_WEIGHTS = 6
 """Weights, gradients, momentum, their flat buffer, and room for what is on its way."""
-_COPIES_IN_REPLAY = 3
-"""Gradients, their flat buffer, and one piece of memory as large as the largest parameter."""
+_COPIES_IN_REPLAY = 4
+"""Gradients, their flat buffer, one piece of memory as large as the largest parameter, and what is on its way."""
 
 
 @dataclass(frozen=True)
