@@ -14,12 +14,14 @@ from syncline.plan import Plan
 from syncline.study.cells import Cell
 from syncline.study.costs import Cost, cost_of
 
-START_S = 8.0
+START_S = 3.0
 """Starting ranks, loading data."""
 EXPERIMENT_S = 12.0
 """A probe, or an experiment of a study's own: what it does is not known here."""
 EPOCH_SAMPLES, MADE_SAMPLES = 50_000, 10_000
 """Of an epoch: CIFAR-10's, and those of made-up images."""
+START_HOSTS_S = 12.0
+"""Starting emulated hosts, which load torch for themselves, and checking their links."""
 SHARE_OF_PEAK = 0.35
 """Of the speed of a matrix product that a training step reaches on a CPU."""
 RANK_BYTES = 350 * 2**20
@@ -69,7 +71,8 @@ def estimate(cell: Cell) -> Estimate:
         rank = RANK_BYTES + turns * COPIES * 4 * cost.parameters
     hosts = plan.hosts * HOST_BYTES if plan.hosts > 1 else 0
     memory = hosts + plan.num_ranks * rank + samples * cost.sample_bytes
-    return Estimate(START_S + turns * steps * step_s, int(memory))
+    start = START_HOSTS_S if plan.hosts > 1 else START_S
+    return Estimate(start + turns * steps * step_s, int(memory))
 
 
 def _replayed_step(cell: Cell, plan: Plan, cost: Cost) -> float:
