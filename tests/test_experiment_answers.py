@@ -26,7 +26,7 @@ def test_remedies_that_help_are_said_to() -> None:
     ]
     said = say("remedies", rows)
     assert said.startswith("After 5 epochs small is at training loss 1.000 and test accuracy 60.0%, large is at")
-    assert said.endswith("both wins back 75% of the 20.0 points that were lost. One seed each.")
+    assert said.endswith("The best of them, both, wins back 75% of the 20.0 points that were lost. One seed each.")
 
 
 def test_remedies_that_do_not_help_are_said_not_to() -> None:

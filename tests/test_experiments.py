@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +162,8 @@ def test_rows_get_the_link_of_a_probe_with_as_many_workers() -> None:
           for method, count in (("ddp", 2), ("ddp", 4), ("shared-memory", 2))),
     ]  # fmt: skip
     two, four, memory = (row.figures for row in with_links(rows)[2:])
+    shared = with_links([replace(rows[1], marks=("stretched: compute shares cores",)), rows[2]])[1].figures
+    assert "probe_bytes_per_s" not in shared, "ranks that share cores reach no bound"
     assert (two["link_bytes_per_s"], two["probe_bytes_per_s"]) == (5.0, 2.0)
     assert "link_bytes_per_s" not in four
     assert "link_bytes_per_s" not in memory

@@ -33,7 +33,7 @@ def remedies(rows: Rows, _: Mapping[str, Rows]) -> str:
     if won <= _doubt(best, plain):
         return f"{text}They do not help here."
     gain = f"{won / lost:.0%} of the {100 * lost:.1f} points that were lost"
-    return f"{text}{best.point['variant']} wins back {gain}. One seed each."
+    return f"{text}The best of them, {best.point['variant']}, wins back {gain}. One seed each."
 
 
 def _told(row: Row) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from syncline.study.rows import Row
+from syncline.study.rows import STRETCHED, Row
 
 IN_MEMORY = ("shared-memory",)
 """Methods whose bytes pass through memory, not through Gloo."""
@@ -21,17 +21,18 @@ def with_links(rows: Sequence[Row]) -> list[Row]:
 def _of(row: Row, probes: Sequence[Row]) -> dict[str, Any]:
     backend = "shared-memory" if row.method in IN_MEMORY else "gloo"
     here = {
-        one.point["operation"]: one.figures
+        one.point["operation"]: one
         for one in probes
         if one.workers == row.workers
         and one.point.get("hosts", 1) == row.point.get("hosts", 1)
         and one.point["backend"] == backend
     }
     found: dict[str, Any] = {}
-    if "send_receive" in here and here["send_receive"].get("link_rate"):
-        found["link_bytes_per_s"] = here["send_receive"]["link_rate"]
-    size = row.figures.get("gradient_bytes")
-    if "all_reduce" in here and size:
-        nearest = min(here["all_reduce"]["points"], key=lambda point: abs(point["bytes"] - size))
+    if "send_receive" in here and (rate := here["send_receive"].figures.get("link_rate")):
+        found["link_bytes_per_s"] = rate
+    size, whole = row.figures.get("gradient_bytes"), here.get("all_reduce")
+    # Ranks that share cores wait for each other's turn in a probe too: what it reached is no bound then.
+    if whole is not None and size and not any(mark.startswith(STRETCHED) for mark in whole.marks):
+        nearest = min(whole.figures["points"], key=lambda point: abs(point["bytes"] - size))
         found["probe_bytes_per_s"] = nearest["bytes_per_s"]
     return found

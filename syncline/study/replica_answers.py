@@ -82,7 +82,9 @@ def _why(replicas: Row, processes: Row) -> str:
     )
     if slower and compute > max(0.0, sent):
         return f"{text}: threads that share one interpreter, and add gradients up one after the other, cost more."
-    if not slower and sent > max(0.0, compute):
+    if not slower and compute <= 0 < sent:
+        return f"{text}: the threads lose nothing to each other, and save the sending."
+    if not slower and sent > compute:
         return f"{text}: the threads save more than they lose to each other."
     return f"{text}: that alone does not explain the difference."
 
@@ -153,7 +155,7 @@ def kind_of_scaling(rows: Rows, others: Mapping[str, Rows]) -> str:
     if not told:
         return MISSING.format("scaling against one worker")
     if any(_shares_cores(row) for these in stages for row in these):
-        told.append("Where there are more workers than cores, more workers can give no more.")
+        told.append("Some of these workers shared cores: what they gain is no measure of the method.")
     return " ".join(told)
 
 
