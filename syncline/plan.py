@@ -36,6 +36,8 @@ METHODS = {
 }
 IN_ONE_PROCESS = "data-parallel"
 """The method whose workers are threads of one rank."""
+ON_ONE_HOST = ("mpi", "shared-memory", IN_ONE_PROCESS)
+"""Methods for ranks of one host."""
 _BUCKETED = ("bucket_cap_mb", "transfer_dtype", "groups", "overlap", "unused")
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "ddp": ("bucket_cap_mb",),
@@ -315,7 +317,7 @@ class Plan(Section):
             raise ValueError(f"workers {self.workers} cannot be spread evenly over hosts {self.hosts}.")
         if self.link is not None and self.hosts == 1:
             raise ValueError("link is the rate between emulated hosts: give hosts too.")
-        if self.hosts > 1 and self.method in ("mpi", "shared-memory", IN_ONE_PROCESS):
+        if self.hosts > 1 and self.method in ON_ONE_HOST:
             raise ValueError(f"method {self.method} is for ranks of one host, but hosts is {self.hosts}.")
         if self.accumulate > 1 and self.global_batch < self.workers * self.accumulate:
             raise ValueError(

@@ -123,6 +123,22 @@ def test_emulated_hosts_leave_out_what_is_larger() -> None:
     ]
 
 
+def test_what_is_for_one_host_is_left_out_on_several_with_a_reason() -> None:
+    _, study = load_study("cs744")
+    cells = expand(study, study.stage[0], Ground(4, "1gbit"), quick=False)
+    assert {cell.plan.method for cell in cells if cell.why_not is None} >= {"gather-scatter", "ddp", "bucketed"}
+    (left_out,) = [cell for cell in cells if cell.why_not is not None]
+    assert left_out.point["method"] == "shared-memory"
+    assert left_out.why_not == "method shared-memory is for ranks of one host"
+    assert not [cell for cell in expand(study, study.stage[0], Ground(), quick=False) if cell.why_not]
+    timed = study.stage[1].model_copy(update={"methods": ["ddp", "shared-memory"]})
+    both = expand(study, timed, Ground(4, "1gbit"), quick=False)
+    assert [(cell.methods, cell.why_not is None) for cell in both if cell.point["nodes"] == 2] == [
+        (("ddp",), True),
+        (("shared-memory",), False),
+    ]
+
+
 def test_the_name_changes_with_the_plan_and_only_with_it() -> None:
     study, other = parse_study(SMALL, "x"), parse_study(SMALL.replace("epochs = 3", "epochs = 4"), "x")
     names = [cell.name for cell in expand(study, study.stage[0], Ground(), quick=False)]

@@ -11,9 +11,10 @@ from typing import Any
 
 from syncline.errors import PlanError
 from syncline.launcher.local import cores
-from syncline.plan import Plan, load_plan
+from syncline.plan import ON_ONE_HOST, Plan, load_plan
 from syncline.study.file import Stage, Study
 
+_ONE_HOST = "method {} is for ranks of one host"
 VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker", "batch_per_node")
 """Keys of a study that are none of a plan."""
 
@@ -97,7 +98,7 @@ def expand(
                 continue
             place = {**({"variant": variant} if variant else {}), **taken, **point}
             made = _cells(stage, values, place, methods, number + 1, ground)
-            cells += [replace(cell, replays=stage.replay is not None, why_not=why) for cell in made]
+            cells += [replace(cell, replays=stage.replay is not None, why_not=why or cell.why_not) for cell in made]
     if stage.replay is None or recorded is None:
         return cells
     return [_replayed(stage, cell, recorded) for cell in cells]
@@ -141,16 +142,29 @@ def _cells(
             # In weak scaling the baseline has one worker's batch, which only the smallest cell has; and recorded
             # times are those of one worker's share.
             methods = [method for method in methods if method != "single"]
+        methods, left_out = _without_those_of_one_host(methods, values, ground)
         first = next((method for method in methods if method != "single"), "single")
         plan = _plan(stage, {**values, "method": values.get("method", first)}, ground)
-        return [Cell(stage.name, stage.run, plan, tuple(methods), point, number)]
+        cells = [Cell(stage.name, stage.run, plan, tuple(methods), point, number)]
+        return [*cells, *(replace(cells[0], methods=(one,), why_not=_ONE_HOST.format(one)) for one in left_out)]
+    there, left_out = _without_those_of_one_host(methods, values, ground)
     cells = []
-    names: Sequence[str | None] = [*methods] or [None]
+    names: Sequence[str | None] = [*there] or [None]
     for method in names:
         here = point if method is None else {**point, "method": method}
         plan = _plan(stage, values if method is None else {**values, "method": method}, ground)
         cells.append(Cell(stage.name, stage.run, plan, (), here, number, stage.call))
-    return cells
+    also = [replace(cells[0], point={**point, "method": one}, why_not=_ONE_HOST.format(one)) for one in left_out]
+    return [*cells, *also]
+
+
+def _without_those_of_one_host(
+    methods: Sequence[str], values: Mapping[str, Any], ground: Ground
+) -> tuple[list[str], list[str]]:
+    """Methods that can run where the cell runs, and those that cannot because it has several hosts."""
+    several = ground.hosts is not None and values.get("nodes", 1) > 1
+    left_out = [method for method in methods if several and method in ON_ONE_HOST]
+    return [method for method in methods if method not in left_out], left_out
 
 
 def _plan(stage: Stage, values: Mapping[str, Any], ground: Ground) -> Plan:
