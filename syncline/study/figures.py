@@ -69,7 +69,7 @@ def build_figure(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
     if not series:
         return None
     if spec.fit is not None:
-        series += [_fitted(one, spec.fit) for one in series if len(one.x) > 2]
+        series += [line for one in series if (line := _fitted(one, spec.fit)) is not None]
     kind: Any = spec.kind
     return FigureData(
         title=spec.title,
@@ -102,10 +102,11 @@ def _series(name: str, value: Value, rows: Sequence[Row], all_rows: Sequence[Row
     return Series(name, x, y, half if any(half) else None, samples if spec.kind == "boxes" else [])
 
 
-def _fitted(one: Series, law: Law) -> Series:
+def _fitted(one: Series, law: Law) -> Series | None:
     """The law through a line of speed-ups; as many points as make a curve look like one."""
     fit = fit_law(law, dict(zip(one.x, one.y, strict=True)))
-    assert fit is not None, "a line has a size above one"
+    if fit is None:
+        return None
     last = max(one.x)
     x = [1 + (last - 1) * part / 24 for part in range(25)]
     return Series(f"{one.name}, {NAMES[law]}", x, [fit.speedup(at) for at in x], fit_of=one.name)

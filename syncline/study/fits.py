@@ -52,9 +52,9 @@ class SerialFit:
 
 
 def fit_law(law: Law, speedups: Mapping[int, float]) -> SerialFit | None:
-    """Through the speed-ups by number of nodes; None without a size above one."""
+    """Through the speed-ups by number of nodes; None below two sizes above one: any law goes through one."""
     sizes = sorted(n for n in speedups if n > 1)
-    if not sizes:
+    if len(sizes) < 2:
         return None
     n, measured = np.array(sizes, dtype=float), np.array([speedups[size] for size in sizes])
     if law == "amdahl":

@@ -126,7 +126,7 @@ def laws(rows: Rows, others: Mapping[str, Rows]) -> str:
     told = _law("amdahl", rows)
     for these in others.values():
         told += _law("gustafson", these)
-    return "\n".join(told) or MISSING.format("scaling against one node")
+    return "\n".join(told) or MISSING.format("scaling on two sizes beside one node")
 
 
 def _law(law: Law, rows: Rows) -> list[str]:
