@@ -79,7 +79,7 @@ IN_FILES = ("imdb-wiki", "folder")
 RECIPES: dict[str, dict[str, Any]] = {
     "course": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
     "fast": {
-        "learning_rate": 0.04, "linear_scaling": True, "schedule": "one-cycle", "peak_at": 0.25,
+        "learning_rate": 0.02, "linear_scaling": True, "schedule": "one-cycle", "peak_at": 0.25,
         "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "decay_all": False,
         "label_smoothing": 0.1, "init": "kaiming-fan-out",
     },

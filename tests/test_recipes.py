@@ -38,7 +38,7 @@ def test_course_is_what_it_was() -> None:
 
 def test_recipe_gives_the_settings_that_are_not_given() -> None:
     fast = parse_plan({"recipe": "fast", "optimizer": {"momentum": 0.8}}).optimizer
-    assert (fast.momentum, fast.learning_rate, fast.weight_decay, fast.nesterov) == (0.8, 0.04, 5e-4, True)
+    assert (fast.momentum, fast.learning_rate, fast.weight_decay, fast.nesterov) == (0.8, 0.02, 5e-4, True)
     assert (fast.schedule, fast.peak_at, fast.label_smoothing, fast.decay_all) == ("one-cycle", 0.25, 0.1, False)
     assert load_plan(None, {"recipe": "fast", "optimizer.learning_rate": 0.01}).optimizer.learning_rate == 0.01
     assert Plan(recipe="fast").replace(seed=1).optimizer == Plan(recipe="fast").optimizer
