@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 from syncline.comm.threads import run_threads
-from syncline.measure.load import LoadMeter, busy_seconds, other_share, own_seconds
+from syncline.launcher.emulation import EmulatedCluster
+from syncline.measure.load import LoadMeter, busy_seconds, machine_number, other_share, own_seconds
 
 
 def test_what_ranks_did_not_use_is_others() -> None:
@@ -30,6 +33,17 @@ def test_own_work_is_counted_as_own() -> None:
         pass
     assert own_seconds() - before >= 0.15
     assert busy is None or (busy_seconds() or 0) > busy
+
+
+def test_emulated_hosts_are_one_machine() -> None:
+    code = "from syncline.measure.load import machine_number; print(machine_number())"
+    with EmulatedCluster(2, [1e9, 1e9]) as cluster:
+        process = cluster.popen(1, [sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        there = float(process.stdout.read())
+        process.wait(20)
+        process.close()
+    assert there == machine_number()
 
 
 def test_all_ranks_learn_the_same_share() -> None:

@@ -108,7 +108,7 @@ def test_markdown_has_the_same_tables_and_pictures(contents: Contents, tmp_path:
 def test_csv_has_plain_numbers(contents: Contents) -> None:
     assert contents.main_table is not None
     lines = as_csv(contents.main_table).splitlines()
-    assert lines[0] == "method,1 nodes,2 nodes,4 nodes"
+    assert lines[0] == "method,1 node,2 nodes,4 nodes"
     assert float(lines[1].split(",")[1]) == pytest.approx(0.402)
 
 

@@ -184,6 +184,12 @@ def test_speed_up_is_against_one_worker_of_the_same_batch() -> None:
     assert baseline_of(row("ddp", 2, 1.0), [row("ddp", 2, 1.0)]) is None
 
 
+def test_one_worker_on_all_cores_is_no_speed_up() -> None:
+    rows = [row("single", 1, 1.0), row("single, all cores", 1, 0.5, point={"threads": 2}), row("ddp", 2, 1.5)]
+    assert VALUES["speedup"].read(rows[1], rows) is None
+    assert VALUES["speedup"].read(rows[2], rows) is not None
+
+
 def test_values_that_were_not_measured_are_none() -> None:
     bare = Row("s", {"method": "ddp", "workers": 2, "global_batch": 8})
     assert all(value.read(bare, [bare]) is None for value in VALUES.values())
@@ -204,7 +210,7 @@ def test_a_table_has_a_line_for_each_method_and_a_column_for_each_size() -> None
     rows = [row("single", 1, 1.0), row("ddp", 1, 1.1), row("ddp", 2, 1.5), row("ddp", 2, 9.0, point={"threads": 7})]
     spec = Table(title="t", stage="s", columns=["workers"], values=["step"], where={"threads": 1})
     table = build_table(spec, rows)
-    assert table.columns == ["method", "1 workers", "2 workers"]
+    assert table.columns == ["method", "1 worker", "2 workers"]
     assert table.rows == [["single", "1.00 ±0.00 s", "-"], ["ddp", "1.10 ±0.00 s", "1.50 ±0.00 s"]]
     assert table.numbers == [[None, 1.0, None], [None, 1.1, 1.5]]
     assert table.baseline == "single"

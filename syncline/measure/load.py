@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from pathlib import Path
 
 import torch
@@ -25,29 +26,38 @@ class LoadMeter:
         self._busy = busy_seconds()
 
     def others(self, communicator: Communicator) -> float | None:
-        """The share of the cores' time that went to other processes, on the host where it is largest. Collective.
+        """The share of the cores' time that went to other processes, on the machine where it is largest. Collective.
 
         None where the system does not tell.
         """
         wall = time.monotonic() - self._start
         busy = busy_seconds()
         spent = -1.0 if busy is None or self._busy is None else busy - self._busy
-        own = [communicator.host_index, own_seconds() - self._own, spent, wall * cores()]
+        own = [machine_number(), own_seconds() - self._own, spent, wall * cores()]
         with communicator.scope("load"):
             mine = torch.tensor(own, dtype=torch.float64, device=communicator.device)
             return other_share([part.tolist() for part in communicator.all_gather(mine, label="load")])
 
 
 def other_share(ranks: list[list[float]]) -> float | None:
-    """From each rank's host, own seconds, its host's busy seconds and its host's capacity in core seconds."""
+    """From each rank's machine, own seconds, its machine's busy seconds and that one's capacity in core seconds."""
     if not ranks or any(busy < 0 for _, _, busy, _ in ranks):
         return None
     shares = []
-    for host in {rank[0] for rank in ranks}:
-        here = [rank for rank in ranks if rank[0] == host]
+    for machine in {rank[0] for rank in ranks}:
+        here = [rank for rank in ranks if rank[0] == machine]
         busy, capacity = max(rank[2] for rank in here), max(rank[3] for rank in here)
         shares.append(max(0.0, busy - sum(rank[1] for rank in here)) / capacity if capacity else 0.0)
     return max(shares)
+
+
+def machine_number() -> float:
+    """The same for all that share a kernel: emulated hosts of one machine, whose core time is counted together."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return float(uuid.getnode())
+    return float(int(boot.replace("-", "")[:12], 16))  # so many bits that a float holds them all
 
 
 def busy_seconds() -> float | None:

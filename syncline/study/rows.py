@@ -96,6 +96,8 @@ def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
     At the same global batch in strong scaling, at one worker's (or node's) batch in weak scaling; `single` where that
     ran, else the same method.
     """
+    if row.method.startswith(f"{BASELINE},"):
+        return None  # one worker on all cores: another baseline, not something scaled
     same = ["model", "threads", "data", "batch_per_worker", "batch_per_node"]
     same += ["workers_per_node"] if "nodes" in row.point else []
     unit = _workers_of_unit(row)

@@ -139,9 +139,14 @@ def _column(name: str, chosen: tuple[Any, ...], spec: file.Table) -> str:
     if not spec.columns:
         return label
     where = ", ".join(
-        f"{value} {COLUMN_LABELS.get(key) or key_label(key)}" for key, value in zip(spec.columns, chosen, strict=True)
+        _counted(value, COLUMN_LABELS.get(key) or key_label(key))
+        for key, value in zip(spec.columns, chosen, strict=True)
     )
     return where if len(spec.values) == 1 else f"{label}, {where}"
+
+
+def _counted(value: Any, label: str) -> str:
+    return f"{value} {label.removesuffix('s') if value == 1 else label}"
 
 
 def _cell(
