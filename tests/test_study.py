@@ -213,6 +213,7 @@ def test_a_table_has_a_line_for_each_method_and_a_column_for_each_size() -> None
     assert table.columns == ["method", "1 worker", "2 workers"]
     assert table.rows == [["single", "1.00 ±0.00 s", "-"], ["ddp", "1.10 ±0.00 s", "1.50 ±0.00 s"]]
     assert table.numbers == [[None, 1.0, None], [None, 1.1, 1.5]]
+    assert table.num_keys == 1
     assert table.baseline == "single"
 
 
@@ -235,6 +236,13 @@ def test_a_figure_sorts_its_numbers_and_says_itself_in_words() -> None:
     ]
     assert figure.text == "F: step against workers. ddp: 2 2.00 s, 4 1.00 s. single: 1 1.00 s."
     assert build_figure(spec, []) is None
+
+
+def test_a_series_of_numbers_says_what_it_counts() -> None:
+    rows = [row("ddp", 1, 1.0), row("ddp", 2, 2.0)]
+    figure = build_figure(Figure(title="F", kind="bars", stage="s", series=["workers"], values=["step"]), rows)
+    assert figure is not None
+    assert [one.name for one in figure.series] == ["1 worker", "2 workers"]
 
 
 def test_a_loss_figure_has_a_line_for_each_run() -> None:

@@ -42,7 +42,7 @@ def plot(figure: FigureData) -> dict[str, Any]:
     if figure.ideal:
         traces.append(_ideal(figure))
     layout: dict[str, Any] = {
-        "xaxis": {"title": {"text": figure.x_label}, **_x_axis(figure)},
+        "xaxis": {"title": {"text": figure.x_label, "standoff": 16}, "automargin": True, **_x_axis(figure)},
         "yaxis": {"title": {"text": f"{figure.y_label} ({unit})" if unit else figure.y_label}, "rangemode": "tozero"},
         "barmode": "stack" if figure.kind == "stacked" else "group",
         "boxmode": "group",

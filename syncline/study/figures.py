@@ -9,7 +9,7 @@ from typing import Any, Literal
 from syncline.study import file
 from syncline.study.fits import NAMES, Law, fit_law
 from syncline.study.rows import Quantity, Row, matching
-from syncline.study.tables import key_label
+from syncline.study.tables import counted, key_label
 from syncline.study.values import VALUES, Value, format_quantity
 
 
@@ -60,9 +60,9 @@ def build_figure(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
     if spec.kind == "stacked" or len(values) > 1:
         series = [_series(value.label, value, here, rows, spec) for value in values]
     else:
-        names = dict.fromkeys(row.label(spec.series) for row in here)
+        names = dict.fromkeys(_name(row, spec.series) for row in here)
         series = [
-            _series(name, values[0], [row for row in here if row.label(spec.series) == name], rows, spec)
+            _series(name, values[0], [row for row in here if _name(row, spec.series) == name], rows, spec)
             for name in names
         ]
     series = [one for one in series if one.x]
@@ -81,6 +81,13 @@ def build_figure(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
         note=" ".join(filter(None, [spec.note, f"Dashed: {NAMES[spec.fit]}'s law." if spec.fit else ""])),
         ideal=spec.values == ["speedup"] and spec.kind == "lines",
     )
+
+
+def _name(row: Row, keys: Sequence[str]) -> str:
+    """Of a line or a group of bars; a number by itself says what it counts."""
+    if len(keys) == 1 and isinstance(row.point.get(keys[0]), int):
+        return counted(row.point[keys[0]], key_label(keys[0]))
+    return row.label(keys)
 
 
 def _series(name: str, value: Value, rows: Sequence[Row], all_rows: Sequence[Row], spec: file.Figure) -> Series:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,12 @@ class TableData:
     note: str = ""
     baseline: str = ""
     """The text of the first cell of the baseline row."""
+
+    @property
+    def num_keys(self) -> int:
+        """How many of the first columns say what a line is about, and hold no numbers."""
+        by_column = zip(*self.numbers, strict=True)
+        return sum(1 for _ in itertools.takewhile(lambda numbers: all(one is None for one in numbers), by_column))
 
 
 def key_label(key: str) -> str:
@@ -139,13 +146,13 @@ def _column(name: str, chosen: tuple[Any, ...], spec: file.Table) -> str:
     if not spec.columns:
         return label
     where = ", ".join(
-        _counted(value, COLUMN_LABELS.get(key) or key_label(key))
+        counted(value, COLUMN_LABELS.get(key) or key_label(key))
         for key, value in zip(spec.columns, chosen, strict=True)
     )
     return where if len(spec.values) == 1 else f"{label}, {where}"
 
 
-def _counted(value: Any, label: str) -> str:
+def counted(value: Any, label: str) -> str:
     return f"{value} {label.removesuffix('s') if value == 1 else label}"
 
 
