@@ -6,14 +6,14 @@ two; where the numbers do not suffice it says what is missing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from syncline.measure.sanity import inside_spread
 from syncline.study.experiment_answers import EXPERIMENT_ANSWERS
 from syncline.study.replica_answers import REPLICA_ANSWERS
 from syncline.study.rows import BASELINE, Row
 from syncline.study.scalability import SCALABILITY
-from syncline.study.sweeps import MISSING, SWEEPS, Answer, Rows
+from syncline.study.sweeps import MISSING, SWEEPS, Answer, Rows, listed
 from syncline.study.values import VALUES
 from syncline.units import format_seconds
 
@@ -29,7 +29,7 @@ def fastest(rows: Rows, _: Mapping[str, Rows]) -> str:
     ranked = sorted(there, key=_time)
     best, worst = ranked[0], ranked[-1]
     equal = [row for row in ranked[1:] if inside_spread(row.seconds, best.seconds, ("", "")) is not None]
-    also = f" (no difference to {_and([row.method for row in equal])})" if equal else ""
+    also = f" (no difference to {listed([row.method for row in equal])})" if equal else ""
     text = f"On {most} workers {best.method} is fastest{also}: {_step(best)} a step"
     if worst is not best and worst not in equal:
         text += f", where {worst.method} takes {_step(worst)}, {_time(worst) / _time(best):.1f} times as long"
@@ -107,7 +107,7 @@ def losses_differ(rows: Rows, others: Mapping[str, Rows]) -> str:
     low, high = min(several, key=several.__getitem__), max(several, key=several.__getitem__)
     apart = several[high] - several[low]
     if apart == 0:
-        text = f"They do not: {_and(list(several))} end with the same loss, {several[low]:.4f}."
+        text = f"They do not: {listed(list(several))} end with the same loss, {several[low]:.4f}."
     else:
         text = f"The last losses lie {apart:.2g} apart ({low} {several[low]:.4f}, {high} {several[high]:.4f})."
     return f"{text} {_certified([row for rows in others.values() for row in rows])}"
@@ -119,7 +119,9 @@ def _certified(rows: Rows) -> str:
         return "No certificate was made."
     wrong = [row.method for row in judged if not row.figures["passed"]]
     if wrong:
-        return f"The certificate of {_and(list(dict.fromkeys(wrong)))} failed: that method does not compute the mean."
+        return (
+            f"The certificate of {listed(list(dict.fromkeys(wrong)))} failed: that method does not compute the mean."
+        )
     exact = sum(row.figures.get("sequential", {}).get("status") == "bitwise" for row in judged)
     text = f"All {len(judged)} certificates hold: each method computes the mean over the global batch"
     if exact == len(judged):
@@ -171,10 +173,6 @@ def _step(row: Row) -> str:
 def _communication(row: Row) -> float | None:
     share = VALUES["communication_share"].read(row, [row])
     return None if share is None else share.value
-
-
-def _and(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 ANSWERS: dict[str, Answer] = {

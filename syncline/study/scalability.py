@@ -8,7 +8,7 @@ from itertools import combinations
 
 from syncline.study.fits import NAMES, Law, SerialFit, fit_rows
 from syncline.study.rows import BASELINE, Row, baseline_of
-from syncline.study.sweeps import MISSING, Answer, Rows, best_value
+from syncline.study.sweeps import MISSING, Answer, Rows, best_value, listed
 from syncline.study.values import VALUES
 from syncline.units import format_bytes
 
@@ -58,7 +58,7 @@ def scales_best(rows: Rows, _: Mapping[str, Rows]) -> str:
     if len(equal) == len(found) - 1:
         text = f"On {first.nodes} nodes no model scales better than another: {_shares(found)}."
     else:
-        also = f" (no difference to {_and(equal)})" if equal else ""
+        also = f" (no difference to {listed(equal)})" if equal else ""
         text = (
             f"On {first.nodes} nodes {first.name} scales best{also}: {first.speedup:.2f} times one node, "
             f"{first.efficiency:.0%}; {last.name} reaches {last.speedup:.2f} times, {last.efficiency:.0%}."
@@ -161,10 +161,6 @@ def _listed(sent: Mapping[str, float]) -> str:
 
 def _size(num_bytes: float) -> str:
     return format_bytes(round(num_bytes))
-
-
-def _and(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 SCALABILITY: dict[str, Answer] = {

@@ -14,6 +14,11 @@ Answer = Callable[[Rows, Mapping[str, Rows]], str]
 MISSING = "Not answered: {} was not measured."
 
 
+def listed(words: Sequence[str]) -> str:
+    """a, b and c."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
 def best_value(keys: Sequence[str], label: str) -> Answer:
     """For each model and method: the keys' values with the highest throughput, and those that do as well."""
 
