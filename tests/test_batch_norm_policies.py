@@ -229,6 +229,7 @@ def in_a_subgroup() -> None:
         wrapped = syncline.DataParallel(model, "all-reduce", process_group=group, batch_norm="sync")
         wrapped(torch.randn(2, 3)).sum().backward()
         wrapped.close()
+    dist.barrier()  # a rank that leaves while others still connect would break their connections
     dist.destroy_process_group()
 
 

@@ -116,13 +116,13 @@ class Coordinator:
             threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: Connection) -> None:
-        connection.set_patience(_HELLO_SECONDS)
         try:
+            connection.set_patience(_HELLO_SECONDS)
             while (received := connection.receive()) is not None:
                 connection.set_patience(None)
                 self._inbox.put((connection, *received))
-        except NotAFrame:
-            pass
+        except (NotAFrame, OSError):
+            pass  # no node of ours; or this end was closed between two pieces
         connection.close()
         self._inbox.put((connection, None, b""))
 
