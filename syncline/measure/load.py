@@ -1,4 +1,5 @@
-"""How much of the machine went to others while ranks worked: core time that was used, but by none of the ranks."""
+"""How much of the machine went to others while ranks worked: core time that none of the ranks used,
+or that a hypervisor took away."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from syncline.launcher.local import cores
 
 TICKS = os.sysconf("SC_CLK_TCK")
 _BUSY = (0, 1, 2, 5, 6, 7)
-"""Of the columns in /proc/stat: user, nice, system and interrupts; not idle, waiting for disks, or stolen."""
+"""Of the columns in /proc/stat: user, nice, system, interrupts, and what a hypervisor gave to other virtual
+machines; not idle or waiting for disks."""
 
 
 class LoadMeter:
@@ -26,7 +28,7 @@ class LoadMeter:
         self._busy = busy_seconds()
 
     def others(self, communicator: Communicator) -> float | None:
-        """The share of the cores' time that went to other processes, on the machine where it is largest. Collective.
+        """The share of the cores' time that went to others, on the machine where it is largest. Collective.
 
         None where the system does not tell.
         """
@@ -61,7 +63,7 @@ def machine_number() -> float:
 
 
 def busy_seconds() -> float | None:
-    """Core time that the whole machine has used since it was started."""
+    """Core time that the whole machine has used or lost since it was started."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except OSError:

@@ -100,10 +100,11 @@ def too_few_steps(counted: int, what: str) -> Warning | None:
 
 
 def other_load(share: float, what: str) -> Warning | None:
-    """`share` of the machine's core time during the run went to processes that are not the run's."""
+    """`share` of the machine's core time went to processes, or virtual machines, that are not the run's."""
     if share <= OTHER_LOAD:
         return None
-    return Warning("other load", f"{what}: {share:.0%} of the cores' time went to other processes during the run.")
+    others = "other processes or virtual machines"
+    return Warning("other load", f"{what}: {share:.0%} of the cores' time went to {others} during the run.")
 
 
 def unreal_time(mark: str, what: str) -> Warning:
