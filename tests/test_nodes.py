@@ -34,6 +34,7 @@ from syncline.errors import (
 from syncline.launcher import connect, coordinator
 from syncline.launcher.coordinator import Coordinator, Limits
 from syncline.launcher.environment import placement_from_environment
+from syncline.launcher.frames import Connection
 from syncline.launcher.local import listening
 from syncline.launcher.member import Membership
 from syncline.launcher.nodes import Node
@@ -317,6 +318,14 @@ def test_node_that_was_cut_off_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
         assert members[1].again(SynclineError("stopped"), is_echo=True)
         assert waiting.result(20)
         assert [attempt.number for attempt in nodes.on_all(lambda member: member.next_attempt())] == [1, 1]
+
+
+def test_connection_that_this_end_closed_meanwhile_is_let_go() -> None:
+    with cluster(2) as nodes:
+        with listening("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()) as ours:
+            connection = Connection(ours)
+            connection.close()
+            nodes.coordinator._read(connection)
 
 
 def test_ranks_are_told_which_start_it_is_and_on_which_host_others_are() -> None:
