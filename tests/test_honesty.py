@@ -8,7 +8,8 @@ import pytest
 
 from syncline.errors import UsageError
 from syncline.launcher.emulation import EmulatedCluster, honesty
-from syncline.launcher.emulation.honesty import STRETCHED, LinkCheck, available_bytes, estimated_bytes, marks
+from syncline.launcher.emulation.honesty import STRETCHED, LinkCheck, estimated_bytes, marks
+from syncline.launcher.machine import available_bytes
 
 
 def test_every_link_is_measured_while_all_hosts_send() -> None:
@@ -70,4 +71,10 @@ def test_memory_is_estimated_and_too_little_refused(monkeypatch: pytest.MonkeyPa
         honesty.check_memory(hosts=3, ranks=3, weights_bytes=37e6)
     table = tmp_path / "meminfo"
     table.write_text("MemTotal: 10 kB\nMemAvailable:    4 kB\nBuffers: 1 kB\n")
-    assert available_bytes(table) == 4096
+    group = tmp_path / "group"
+    assert available_bytes(table, group) == 4096
+    group.mkdir()
+    (group / "memory.current").write_text("1000")
+    for limit, left in (("max", 4096), ("3000", 2000), ("900", 0)):
+        (group / "memory.max").write_text(limit)
+        assert available_bytes(table, group) == left

@@ -15,7 +15,7 @@ from typing import Literal
 
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher.local import cores
-from syncline.launcher.machine import STRONG_MEMORY_ORDER
+from syncline.launcher.machine import STRONG_MEMORY_ORDER, available_bytes
 from syncline.units import format_bytes
 
 ENOUGH_MEMORY_BYTES = 2e9
@@ -62,7 +62,7 @@ def examine_threads() -> Finding:
 
 def examine_memory(table: Path = Path("/proc/meminfo")) -> Finding:
     try:
-        free = float(table.read_text().partition("MemAvailable:")[2].split()[0]) * 1024
+        free = available_bytes(table)
     except (OSError, IndexError):
         return Finding("warn", "memory", "unknown: there is no /proc/meminfo")
     found = f"{format_bytes(free)} available"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from pathlib import Path
 
 _M_TRIM_THRESHOLD = -1  # as in malloc.h
 _M_MMAP_THRESHOLD = -3
@@ -21,3 +22,12 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 2**30)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def available_bytes(table: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> float:
+    """Memory that could be taken without pushing anything out: of the machine, or of the group that limits us."""
+    available = float(table.read_text().partition("MemAvailable:")[2].split()[0]) * 1024
+    limit = group / "memory.max"
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0.0, float(text) - float((group / "memory.current").read_text())))
+    return available

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from syncline.errors import SynclineError
+from syncline.launcher.machine import available_bytes
 from syncline.train.memory import peak_resident_bytes
 from syncline.workload.models import build_model, usual_task
 
@@ -32,7 +33,7 @@ GROWTH = 4
 def capacity(rank: Any) -> list[dict[str, Any]]:
     """Rows of the batches global_batch, x 4, x 4 … to the first that one worker has no memory for."""
     plan = rank.plan
-    room = free_bytes() * SHARE
+    room = available_bytes() * SHARE
     measured = in_child(plan.model, round(room), BATCHES)
     if len(measured) < 2:
         raise SynclineError(f"{plan.model} has no memory for batches of {BATCHES[1]}.", action="Free some memory.")
@@ -60,17 +61,6 @@ def ladder(first: int, per_sample: float, process: float, room: float) -> list[i
     while process + batches[-1] * per_sample <= room:
         batches.append(batches[-1] * GROWTH)
     return batches
-
-
-def free_bytes() -> int:
-    """What could be taken without pushing anything out: of the machine, or of the group that the kernel limits."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        taken = int((limit.parent / "memory.current").read_text())
-        free = min(free, max(0, int(text) - taken))
-    return free
 
 
 def in_child(model: str, limit: int, batches: Sequence[int]) -> list[tuple[int, int]]:

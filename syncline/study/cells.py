@@ -14,7 +14,6 @@ from syncline.launcher.local import cores
 from syncline.plan import ON_ONE_HOST, Plan, load_plan
 from syncline.study.file import Stage, Study
 
-_ONE_HOST = "method {} is for ranks of one host"
 VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker", "batch_per_node")
 """Keys of a study that are none of a plan."""
 
@@ -133,38 +132,35 @@ def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
 def _cells(
     stage: Stage, values: dict[str, Any], point: dict[str, Any], methods: Sequence[str], number: int, ground: Ground
 ) -> list[Cell]:
-    """Methods take turns in one comparison; trainings have one cell each."""
+    """Methods take turns in one comparison; trainings have one cell each. On several hosts, so have methods that
+    cannot run there, with the reason."""
     grows = [key for key in ("batch_per_worker", "batch_per_node") if key in values]
     point = {**point, **{key: values[key] for key in grows}}
+    left_out: list[Cell] = []
+    if ground.hosts is not None and values.get("nodes", 1) > 1:
+        for one in (name for name in methods if name in ON_ONE_HOST):
+            plan = _plan(stage, {**values, "nodes": 1, "method": one}, ground)
+            cell = Cell(stage.name, stage.run, plan, (), {**point, "method": one}, number, stage.call)
+            left_out.append(replace(cell, why_not=f"method {one} is for ranks of one host"))
+        if left_out and len(left_out) == len(methods):
+            return left_out
+        methods = [one for one in methods if one not in ON_ONE_HOST]
     if stage.run in ("compare", "verify"):
         nodes = values.get("nodes", values.get("workers", 1))
         if (grows and nodes > 1) or (stage.replay and nodes * values.get("workers_per_node", 1) > 1):
             # In weak scaling the baseline has one worker's batch, which only the smallest cell has; and recorded
             # times are those of one worker's share.
             methods = [method for method in methods if method != "single"]
-        methods, left_out = _without_those_of_one_host(methods, values, ground)
         first = next((method for method in methods if method != "single"), "single")
         plan = _plan(stage, {**values, "method": values.get("method", first)}, ground)
-        cells = [Cell(stage.name, stage.run, plan, tuple(methods), point, number)]
-        return [*cells, *(replace(cells[0], methods=(one,), why_not=_ONE_HOST.format(one)) for one in left_out)]
-    there, left_out = _without_those_of_one_host(methods, values, ground)
+        return [Cell(stage.name, stage.run, plan, tuple(methods), point, number), *left_out]
     cells = []
-    names: Sequence[str | None] = [*there] or [None]
+    names: Sequence[str | None] = [*methods] or [None]
     for method in names:
         here = point if method is None else {**point, "method": method}
         plan = _plan(stage, values if method is None else {**values, "method": method}, ground)
         cells.append(Cell(stage.name, stage.run, plan, (), here, number, stage.call))
-    also = [replace(cells[0], point={**point, "method": one}, why_not=_ONE_HOST.format(one)) for one in left_out]
-    return [*cells, *also]
-
-
-def _without_those_of_one_host(
-    methods: Sequence[str], values: Mapping[str, Any], ground: Ground
-) -> tuple[list[str], list[str]]:
-    """Methods that can run where the cell runs, and those that cannot because it has several hosts."""
-    several = ground.hosts is not None and values.get("nodes", 1) > 1
-    left_out = [method for method in methods if several and method in ON_ONE_HOST]
-    return [method for method in methods if method not in left_out], left_out
+    return [*cells, *left_out]
 
 
 def _plan(stage: Stage, values: Mapping[str, Any], ground: Ground) -> Plan:

@@ -16,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from syncline.launcher.emulation.scripts import TORCH_LOG_LEVEL
 from syncline.launcher.environment import placement_from_environment
 
 _STOP_SECONDS = 5
@@ -71,9 +72,9 @@ def failure_file(log_dir: Path, host: int) -> Path:
 
 def _give_ranks_the_log_level(theirs: str | None) -> None:
     """The quiet one is for this process alone, which has read it by now."""
-    del os.environ["TORCH_CPP_LOG_LEVEL"]
+    del os.environ[TORCH_LOG_LEVEL]
     if theirs is not None:
-        os.environ["TORCH_CPP_LOG_LEVEL"] = theirs
+        os.environ[TORCH_LOG_LEVEL] = theirs
 
 
 def main(arguments: list[str]) -> int:

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from syncline.errors import UsageError
 from syncline.launcher.emulation.cluster import EmulatedCluster
 from syncline.launcher.emulation.links import host_name
 from syncline.launcher.emulation.programs import program
+from syncline.launcher.machine import available_bytes
 from syncline.units import format_bit_rate, format_bytes
 
 REACHED = 0.9
@@ -115,8 +114,3 @@ def check_memory(*, hosts: int, ranks: int, weights_bytes: float, replayed: bool
         f"{hosts} emulated hosts, {ranks} ranks: about {format_bytes(needed)} of {format_bytes(there)} memory, "
         "activations aside"
     )
-
-
-def available_bytes(table: Path = Path("/proc/meminfo")) -> float:
-    fields: Sequence[str] = table.read_text().partition("MemAvailable:")[2].split()
-    return float(fields[0]) * 1024
