@@ -321,11 +321,10 @@ def test_node_that_was_cut_off_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_connection_that_this_end_closed_meanwhile_is_let_go() -> None:
-    with cluster(2) as nodes:
-        with listening("127.0.0.1", 0) as server, socket.create_connection(server.getsockname()) as ours:
-            connection = Connection(ours)
-            connection.close()
-            nodes.coordinator._read(connection)
+    with cluster(2) as nodes, listening("127.0.0.1", 0) as server:
+        connection = Connection(socket.create_connection(server.getsockname()))
+        connection.close()
+        nodes.coordinator._read(connection)
 
 
 def test_ranks_are_told_which_start_it_is_and_on_which_host_others_are() -> None:
