@@ -9,6 +9,7 @@ from functools import cache
 
 import torch
 
+from syncline.launcher.emulation.honesty import RANK_BYTES, estimated_bytes
 from syncline.launcher.local import cores
 from syncline.plan import Plan
 from syncline.study.cells import Cell
@@ -24,15 +25,6 @@ START_HOSTS_S = 12.0
 """Starting emulated hosts, which load torch for themselves, and checking their links."""
 SHARE_OF_PEAK = 0.4
 """Of the speed of a matrix product that a training step reaches on a CPU."""
-RANK_BYTES = 350 * 2**20
-"""A rank before it has a model: Python, torch, the data."""
-HOST_BYTES = 260 * 2**20
-"""An emulated host, which loads torch for itself."""
-COPIES = 5
-"""Of the parameters: weights, gradients, momentum, buckets, and one for what is under way."""
-REPLAYED_COPIES = {"ddp": 4}
-"""Of the parameters where compute is replayed, by method: gradients, buckets, the largest parameter, what is under
-way; measured with VGG-16, whose largest parameter is three quarters of it."""
 LOOPBACK_BYTES_PER_S = 1.5e9
 """That all ranks of this machine together send each other."""
 
@@ -61,16 +53,16 @@ def estimate(cell: Cell) -> Estimate:
     turns = max(len(cell.methods), 1) if cell.run == "compare" else 1
     if cell.run == "verify":
         samples, steps, turns = 5 * plan.workers, 30, len(cell.methods)
-    if cell.replays or plan.replayed:
+    replayed = bool(cell.replays or plan.replayed)
+    if replayed:
         step_s = _replayed_step(cell, plan, cost)
-        copies = sum(REPLAYED_COPIES.get(method, COPIES) for method in cell.methods or (plan.method,))
-        rank = RANK_BYTES + copies * 4 * cost.parameters
         samples = 0
     else:
         step_s = cost.flops * samples / _speed(plan.workers * (plan.threads or 1))
-        rank = RANK_BYTES + turns * COPIES * 4 * cost.parameters
-    hosts = plan.hosts * HOST_BYTES if plan.hosts > 1 else 0
-    memory = hosts + plan.num_ranks * rank + samples * cost.sample_bytes
+    memory = samples * cost.sample_bytes + estimated_bytes(
+        hosts=plan.hosts if plan.hosts > 1 else 0, ranks=plan.num_ranks,
+        weights_bytes=turns * 4 * cost.parameters, replayed=replayed,
+    )  # fmt: skip
     start = START_HOSTS_S if plan.hosts > 1 else START_S
     return Estimate(start + turns * steps * step_s, int(memory))
 
