@@ -31,7 +31,7 @@ from syncline.comm.torch_backend import adopt, connect
 from syncline.errors import PlanError, UsageError
 from syncline.launcher.environment import placement_from_environment
 from syncline.launcher.meeting import find_meeting
-from syncline.plan import IN_ONE_PROCESS, parse_plan
+from syncline.plan import parse_plan
 from syncline.resolve import choose_method
 from syncline.spans import EventLog
 from syncline.sync import make_sync
@@ -41,6 +41,7 @@ from syncline.sync.ddp import DDP
 from syncline.sync.flat import FlatSync
 from syncline.sync.hooks import CommHook
 from syncline.sync.sync_batch_norm import Statistics, SyncBatchNorm, synchronise_batch_norm
+from syncline.words import IN_ONE_PROCESS
 
 REFUSED = {
     "init_sync": "every rank always starts with rank 0's parameters",

@@ -1,102 +1,18 @@
-"""Plan: what to run. Frozen; unknown or contradictory keys are refused by name; TOML in and out.
-
-The plan also holds the words that users type (methods, models, data sets), so that a wrong one is refused in
-milliseconds, before torch is loaded. A test keeps these tables equal to what the stages implement.
-"""
+"""Plan: what to run. Frozen; unknown or contradictory keys are refused by name; TOML in and out."""
 
 from __future__ import annotations
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from syncline.errors import PlanError
-
-METHODS = {
-    "single": "one worker on the whole batch: the baseline, nothing is sent",
-    "gather-scatter": "each gradient is gathered on rank 0, averaged there and scattered back",
-    "point-to-point": "the same exchange with rank 0 as sends and receives that are in flight together",
-    "all-reduce": "each gradient is all-reduced by itself, after backward",
-    "ddp": "PyTorch's own DistributedDataParallel: the outside control",
-    "bucketed": "buckets of gradients are all-reduced while backward still runs",
-    "ring": "bucketed, each bucket passed around a ring",
-    "tree": "bucketed, each bucket summed up a binary tree and handed down again",
-    "halving-doubling": "bucketed, each bucket by recursive halving and doubling",
-    "shared-memory": "ranks of one host average in memory that they share; nothing is sent",
-    "hierarchical": "shared memory within each host, bucketed between one leader of each",
-    "data-parallel": "one process, a replica of the model on a thread for each worker; DataParallel on GPUs",
-    "mpi": "bucketed over MPI, started through mpiexec",
-    "auto": "shared-memory where all ranks are on one host, bucketed otherwise",
-}
-IN_ONE_PROCESS = "data-parallel"
-"""The method whose workers are threads of one rank."""
-ON_ONE_HOST = ("mpi", "shared-memory", IN_ONE_PROCESS)
-"""Methods for ranks of one host."""
-_BUCKETED = ("bucket_cap_mb", "transfer_dtype", "groups", "overlap", "unused")
-METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
-    "ddp": ("bucket_cap_mb",),
-    "bucketed": (*_BUCKETED, "collective"),
-    "ring": _BUCKETED,
-    "tree": _BUCKETED,
-    "halving-doubling": _BUCKETED,
-    "shared-memory": ("unused",),
-    "hierarchical": ("bucket_cap_mb", "transfer_dtype", "overlap", "unused", "collective"),
-    "mpi": ("bucket_cap_mb", "transfer_dtype", "overlap", "unused", "collective"),
-    "auto": ("unused",),
-}
-"""The options that each method takes; the others take none."""
-MODELS = {
-    "vgg11": "VGG-11 for 32x32 images with batch norm, 9,231,114 parameters",
-    "vgg11-quarter": "VGG-11 with a quarter of the channels, 579,786 parameters",
-    "vgg16": "VGG-16 for 224x224 images, 138,357,544 parameters",
-    "resnet18": "ResNet-18 for 32x32 images, 11,173,962 parameters",
-    "resnet18-imagenet": "ResNet-18 for 224x224 images, 11,689,512 parameters",
-    "resnet50": "ResNet-50 for 224x224 images, 25,557,032 parameters",
-    "inception-v3": "Inception-v3 for 299x299 images with its auxiliary head, 27,161,264 parameters",
-    "bert-base": "BERT that guesses masked tokens, 12 layers, 109,514,298 parameters",
-    "bert-small": "BERT that guesses masked tokens, 4 layers, 28,795,194 parameters",
-    "cnn": "a small convolutional network without batch norm: equal to one worker in every digit that counts",
-    "mlp": "two linear layers: the smallest thing that learns",
-}
-DATA = {
-    "auto": "CIFAR-10 where it is at hand or quickly fetched and the model is for such images, otherwise synthetic",
-    "cifar10": "CIFAR-10, 32x32 colour images in 10 classes",
-    "synthetic": "made up to fit the model: images of its size and classes, or texts",
-    "synthetic-ages": "made-up images with ages 0 to 100",
-    "imdb-wiki": "faces and their age, from the folder with wiki.mat or imdb.mat (data_dir)",
-    "folder": "images in a folder per class, as ImageNet, Imagenette and Tiny-ImageNet have them (data_dir)",
-    "text": "a text file, or a folder of them (data_dir), with tokens made from it: guess the masked ones",
-}
-IN_FILES = ("imdb-wiki", "folder")
-"""Data whose images stay in their files and are decoded when a batch needs them."""
-
-RECIPES: dict[str, dict[str, Any]] = {
-    "course": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
-    "fast": {
-        "learning_rate": 0.02, "linear_scaling": True, "schedule": "one-cycle", "peak_at": 0.25,
-        "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "decay_all": False,
-        "label_smoothing": 0.1, "init": "kaiming-fan-out",
-    },
-    "large-batch": {
-        "learning_rate": 0.02, "linear_scaling": True, "schedule": "cosine", "warmup": "gradual",
-        "warmup_epochs": 2.0, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "decay_all": False,
-        "label_smoothing": 0.1, "init": "kaiming-fan-out",
-    },
-}  # fmt: skip
-"""Optimiser settings by name; what a recipe does not say is as in Optimizer. docs/recipes.md says why each."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-Form = TypeVar("Form", bound=Section)
+from syncline.forms import Section, checked, not_one_of
+from syncline.words import IN_FILES, IN_ONE_PROCESS, METHOD_OPTIONS, METHODS, MODELS, ON_ONE_HOST, RECIPES
 
 
 class Optimizer(Section):
@@ -258,14 +174,14 @@ class Plan(Section):
     @classmethod
     def _method_is_known(cls, value: str) -> str:
         if value not in METHODS:
-            raise ValueError(_not_one_of(value, METHODS))
+            raise ValueError(not_one_of(value, METHODS))
         return value
 
     @field_validator("model")
     @classmethod
     def _model_is_known(cls, value: str) -> str:
         if value not in MODELS and ":" not in value:
-            raise ValueError(f"{_not_one_of(value, MODELS)} Or give your own as module:callable.")
+            raise ValueError(f"{not_one_of(value, MODELS)} Or give your own as module:callable.")
         return value
 
     @field_validator("compute")
@@ -434,14 +350,6 @@ def parse_plan(values: Mapping[str, Any]) -> Plan:
     return checked(Plan, values, "the plan")
 
 
-def checked(form: type[Form], values: Mapping[str, Any], what: str) -> Form:
-    """The values as a Section. What is wrong is said in words of the file that a user wrote."""
-    try:
-        return form.model_validate(values)
-    except ValidationError as error:
-        raise PlanError(" ".join(_explain(problem, form, what) for problem in error.errors())) from None
-
-
 def _merge(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(values)
     for key, value in given.items():
@@ -451,44 +359,3 @@ def _merge(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
             raise PlanError(f"{section}: is a section, not {beside!r}.")
         merged[section] = {**beside, inner: value} if inner else value
     return merged
-
-
-def _explain(problem: ErrorDetails, form: type[BaseModel], what: str) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {key!r} in {what}. {_nearest(key, _keys_beside(form, problem['loc']))}"
-    if problem["type"] == "literal_error":
-        allowed = [word.strip("' ") for word in problem["ctx"]["expected"].replace(" or ", ",").split(",")]
-        return f"{key}: {_not_one_of(str(problem['input']), allowed)}"
-    if problem["type"] == "value_error":
-        return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
-    if problem["type"] == "model_type":
-        return f"{key}: is a section, not {problem['input']!r}."
-    return f"{key}: {problem['msg'].removeprefix('Input ')}, not {problem['input']!r}."
-
-
-def _not_one_of(value: str, allowed: Iterable[str]) -> str:
-    return f"{value!r} is not known. {_nearest(value, allowed)}"
-
-
-def _nearest(word: str, allowed: Iterable[str]) -> str:
-    allowed = list(allowed)
-    close = difflib.get_close_matches(word, allowed, n=1, cutoff=0.5)
-    question = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{question}Allowed: {', '.join(allowed)}."
-
-
-def _keys_beside(form: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The keys that would have been right where an unknown one stands."""
-    section = form
-    for part in location[:-1]:
-        if isinstance(part, str):
-            section = _section_of(section.model_fields[part].annotation)
-    prefix = "".join(f"{part}." for part in location[:-1])
-    return [prefix + name for name in section.model_fields]
-
-
-def _section_of(annotation: Any) -> type[BaseModel]:
-    """The section in `Section`, `list[Section]` or `Section | None`."""
-    found = annotation if isinstance(annotation, type) and not get_args(annotation) else None
-    return found or next(_section_of(inner) for inner in get_args(annotation) if inner is not type(None))

@@ -37,10 +37,11 @@ from syncline.comm.torch_backend import adopt
 from syncline.data_parallel import DataParallel, host_index
 from syncline.errors import RunFolderError, SynclineError, UsageError
 from syncline.measure.statistics import timing
-from syncline.plan import MODELS, Plan
+from syncline.plan import Plan
 from syncline.spans import EventLog
 from syncline.store import RunFolder, create_run
 from syncline.sync.ddp import DDP, trace_transfers
+from syncline.words import MODELS
 
 MESSAGE_BYTES = 4096
 _recorded: weakref.WeakSet[nn.Module | torch.optim.Optimizer] = weakref.WeakSet()

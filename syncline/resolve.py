@@ -9,8 +9,9 @@ from typing import Any
 from syncline.errors import PlanError
 from syncline.launcher.local import cores, default_threads
 from syncline.launcher.machine import STRONG_MEMORY_ORDER
-from syncline.plan import IN_FILES, Plan, compute_source
+from syncline.plan import Plan, compute_source
 from syncline.units import format_bytes, format_seconds
+from syncline.words import IN_FILES
 from syncline.workload.images import Progress
 from syncline.workload.inputs import check_input, image_size, is_cifar_shaped, sequence_length, usual_input
 from syncline.workload.recorded import load_times

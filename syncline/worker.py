@@ -1,4 +1,4 @@
-"""Composition root: one rank's life, from its place in the world to its result.
+"""Composition root: what one rank does, from a plan to its result.
 
 The same plan runs under Syncline's own launcher (`syncline train`) and under anybody else's:
 
@@ -14,35 +14,27 @@ import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from syncline.comm import Communicator, instrumented
-from syncline.comm.clock import note_clock
-from syncline.comm.mpi_backend import aborting, connect_mpi
-from syncline.comm.threads import ThreadCommunicator, ThreadWorld
-from syncline.comm.torch_backend import connect
-from syncline.errors import DataError, PlanError, SynclineError
+from syncline.comm.mpi_backend import aborting
+from syncline.errors import DataError, SynclineError
 from syncline.launcher import watch
-from syncline.launcher.environment import Placement, placement_from_environment
 from syncline.launcher.local import cores
-from syncline.launcher.machine import keep_freed_memory
-from syncline.launcher.meeting import find_meeting
 from syncline.measure.certify import Certifier
 from syncline.measure.compare import Comparison, contenders
 from syncline.measure.load import LoadMeter
 from syncline.measure.probe import run_probe
 from syncline.measure.statistics import counted, timing
-from syncline.plan import IN_FILES, IN_ONE_PROCESS, Plan, load_plan
+from syncline.plan import Plan, load_plan
+from syncline.rank import Rank, backend_of, joined, place_of
 from syncline.report.display import Display
 from syncline.resolve import resolve
-from syncline.spans import EventLog
 from syncline.store import RunFolder, create_run, resumable_run
 from syncline.sync import make_sync
 from syncline.sync.batch_norm import attach
@@ -55,6 +47,7 @@ from syncline.train.memory import note_memory
 from syncline.train.replay import ReplayedBatches
 from syncline.train.step import Worker
 from syncline.train.watching import StepWatch
+from syncline.words import IN_FILES
 from syncline.workload.ahead import AheadBatches
 from syncline.workload.batches import Batches, ImageBatches
 from syncline.workload.file_batches import FileBatches, usual_image_size
@@ -68,33 +61,15 @@ from syncline.workload.sharding import Sharding
 from syncline.workload.sources import load_images, load_index
 
 
-@dataclass(frozen=True)
-class Rank:
-    """A rank that has joined its world."""
-
-    plan: Plan
-    communicator: Communicator
-    device: torch.device
-    log: EventLog
-    at_end: ExitStack = field(default_factory=ExitStack)
-    """What to close when the rank's work is done."""
-    restarted: bool = False
-    """The launcher has started all ranks before: there may be a checkpoint to go on from."""
-
-    @property
-    def number(self) -> int:
-        return self.communicator.rank
-
-
 def train(plan: Plan, run: RunFolder, resume: bool, quiet: bool) -> dict[str, Any] | None:
     """A rank's part in `syncline train`. Rank 0 returns the summary."""
-    with _joined(plan, run.path / "events") as rank:
+    with joined(plan, run.path / "events") as rank:
         return _train(rank, run, resume=resume or rank.restarted, quiet=quiet)
 
 
 def compare(plan: Plan, run: RunFolder, methods: Sequence[str], quiet: bool) -> list[dict[str, Any]]:
     """A rank's part in `syncline compare`: the rows of the table."""
-    with _joined(plan, run.path / "events") as rank, Display(rank=rank.number, quiet=quiet, unit="turn") as display:
+    with joined(plan, run.path / "events") as rank, Display(rank=rank.number, quiet=quiet, unit="turn") as display:
         batches = _batches(rank)
         display.counted = batches.task.unit
         _calibrate(rank, run, batches)
@@ -111,7 +86,7 @@ def probe(
     plan: Plan, backends: Sequence[str], sizes: Sequence[int], visits: int, quiet: bool
 ) -> list[dict[str, Any]]:
     """A rank's part in `syncline probe`: the rows of the table."""
-    with _joined(plan, None) as rank, Display(rank=rank.number, quiet=quiet, unit="visit") as display:
+    with joined(plan, None) as rank, Display(rank=rank.number, quiet=quiet, unit="visit") as display:
         # Below the wrappers: what is measured is the backend, and every value is compared here.
         return run_probe(rank.communicator.backend, backends, sizes, visits, display)
 
@@ -119,7 +94,7 @@ def probe(
 def certify(plan: Plan, methods: Sequence[str], models: Sequence[str], quiet: bool) -> list[dict[str, Any]]:
     """A rank's part in `syncline verify`: the certificates, on rank 0."""
     rows = []
-    with _joined(plan, None) as rank, Display(rank=rank.number, quiet=quiet, unit="certificate") as display:
+    with joined(plan, None) as rank, Display(rank=rank.number, quiet=quiet, unit="certificate") as display:
         by_input = {usual_input(model): _batches(rank, plan.replace(model=model)) for model in models}
         pairs = [(model, method) for model in models for method in methods]
         for done, (model, method) in enumerate(pairs):
@@ -135,7 +110,7 @@ def call(plan: Plan, name: str) -> list[dict[str, Any]]:
     """A rank's part in a study's experiment: `module:function`, called with the joined rank; rows from rank 0."""
     module, _, attribute = name.partition(":")
     function: Callable[[Rank], list[dict[str, Any]]] = getattr(importlib.import_module(module), attribute)
-    with _joined(plan, None) as rank:
+    with joined(plan, None) as rank:
         return function(rank)
 
 
@@ -293,77 +268,6 @@ def _check_same_samples(rank: Rank, index: ImageIndex) -> None:
         raise DataError(f"Rank {ranks} finds other images in {index.folder} than rank 0.", action="Make them equal.")
 
 
-@contextmanager
-def _joined(plan: Plan, events: Path | None, backend: Communicator | None = None) -> Iterator[Rank]:
-    """This rank in its world. On an error nothing is torn down: a broken group may take minutes to close, and the
-    process is about to end."""
-    place = _placement(plan)
-    torch.set_num_threads(plan.threads_of(place.rank))
-    keep_freed_memory()
-    device = _device(plan, place)
-    backend = backend or _backend(plan, place)
-    log = EventLog(
-        events and events / f"rank-{place.rank}.jsonl", rank=place.rank, world_size=place.world_size,
-        host=place.host_index, threads=plan.threads_of(place.rank),
-    )  # fmt: skip
-    watch.on_stop(lambda: log.flush(force=True))
-    communicator = instrumented(backend, log, deadline_s=plan.deadline_s, name_of=place.name_of)
-    rank = Rank(plan, communicator, device, log, restarted=place.restart > 0)
-    try:
-        note_clock(communicator, log)
-        yield rank
-        note_clock(communicator, log)
-    except BaseException:
-        log.flush(force=True)
-        raise
-    rank.at_end.close()
-    log.close()
-    communicator.close()
-
-
-def _placement(plan: Plan) -> Placement:
-    place = placement_from_environment()
-    if place is None:
-        raise PlanError("no launcher gave this process a rank.", action="Start it with `syncline train` or torchrun.")
-    if place.world_size != plan.num_ranks:
-        raise PlanError(
-            f"the plan needs {plan.num_ranks} ranks, but {place.launcher} started {place.world_size}.",
-            action="Make them equal.",
-        )
-    return place
-
-
-def _device(plan: Plan, place: Placement) -> torch.device:
-    if plan.device == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise PlanError("device cuda was asked for, but torch sees no GPU.", action="Take device cpu.")
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)
-
-
-def _backend(plan: Plan, place: Placement) -> Communicator:
-    if plan.num_ranks == 1 and plan.method in ("single", IN_ONE_PROCESS):
-        return ThreadCommunicator(ThreadWorld(1, deadline_s=plan.deadline_s), 0)
-    deadline = timedelta(seconds=plan.deadline_s)
-    if plan.method == "mpi":
-        return connect_mpi(deadline)
-    meeting = None if place.master_addr else find_meeting(place)
-    if not place.master_addr and meeting is None:
-        raise PlanError(
-            f"{place.launcher} gives ranks on several hosts no place to meet, which method {plan.method} needs.",
-            action="Take method mpi, start with torchrun, or set MASTER_ADDR and MASTER_PORT.",
-        )
-    return connect(
-        backend=plan.backend or "gloo",
-        rank=place.rank,
-        world_size=place.world_size,
-        deadline=deadline,
-        host_index=place.host_index,
-        meeting=meeting,
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train a plan as one rank of a world that another launcher started."""
     parser = argparse.ArgumentParser(prog="python -m syncline.worker", description=main.__doc__)
@@ -385,8 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train_elsewhere(plan_path: Path, run_dir: Path | None, *, resume: bool) -> dict[str, Any] | None:
     """Rank 0 finds the data and makes the run folder; the others wait to be told."""
     plan = load_plan(plan_path, {})
-    place = _placement(plan)
-    backend = _backend(plan, place)
+    place = place_of(plan)
+    backend = backend_of(plan, place)
     if place.rank == 0:
         plan, sentence = resolve(plan, ranks_per_host=place.local_world_size, num_hosts=place.num_hosts)
         label = f"{plan.method}-{plan.workers}"
@@ -396,7 +300,7 @@ def _train_elsewhere(plan_path: Path, run_dir: Path | None, *, resume: bool) -> 
     else:
         run = RunFolder(Path(backend.store.get("run").decode()))
     plan = run.plan()
-    with _ending_noted(run, place.rank), _joined(plan, run.path / "events", backend) as rank:
+    with _ending_noted(run, place.rank), joined(plan, run.path / "events", backend) as rank:
         return _train(rank, run, resume=resume, quiet=False)
 
 

@@ -125,6 +125,7 @@ def never_get_into_mpi() -> None:
 def digests(plans: list[Plan], folder: str, stop_at: int) -> dict[str, list[str]]:
     """Each plan once through, and once stopped after a step and resumed: the weights of both, by method."""
     from syncline import worker
+    from syncline.rank import joined as joined_by
     from syncline.store import RunFolder
 
     class Stopped(Exception):
@@ -141,7 +142,7 @@ def digests(plans: list[Plan], folder: str, stop_at: int) -> dict[str, list[str]
 
     def train(plan: Plan, name: str, *, resume: bool) -> str:
         run = RunFolder(Path(folder) / f"{plan.method}-{name}")
-        with worker._joined(plan, None, world.split(f"{plan.method} {name} {resume}")) as rank:
+        with joined_by(plan, None, world.split(f"{plan.method} {name} {resume}")) as rank:
             summary = worker._train(rank, run, resume=resume, quiet=True)
         return summary["weights_sha256"] if summary else ""
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from syncline.comm import Communicator
 from syncline.launcher.local import run_ranks
 from syncline.plan import Plan
+from syncline.rank import joined
 from syncline.spans import EventLog, read_log
 from syncline.store import RunFolder, create_run
 from syncline.sync import make_sync
@@ -166,7 +167,7 @@ def digests(plans: list[Plan], folder: str, user_folder: str) -> list[str]:
     for plan in plans:
         number = plan.measure.calibration
         run = RunFolder(Path(folder) / f"run-{number}")
-        with worker._joined(plan, run.path / "events", world.split(str(number))) as rank:
+        with joined(plan, run.path / "events", world.split(str(number))) as rank:
             summary = worker._train(rank, run, resume=False, quiet=True)
         found.append(summary["weights_sha256"] if summary else "")
     world.close()

@@ -19,7 +19,8 @@ from conftest import Cli
 
 from syncline.cli.compare import IN_ONE_WORLD
 from syncline.cli.verify import SENDING
-from syncline.plan import METHODS, parse_plan
+from syncline.plan import parse_plan
+from syncline.words import METHODS
 
 PLACE = ("--hosts", "--workers-per-host", "--link", "--nodes", "--node-rank", "--rendezvous", "--join-timeout")
 VERBS = {

@@ -13,7 +13,7 @@ import syncline
 PACKAGE = Path(syncline.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = ("errors", "units", "plan", "spans")
+GROUND = ("errors", "units", "forms", "words", "plan", "spans")
 STAGES = (
     "launcher",
     "comm",
@@ -28,7 +28,7 @@ STAGES = (
     "study",
     "report",
 )
-ROOTS = ("worker", "resolve", "data_parallel", "recording", "cli", "__init__", "__main__")
+ROOTS = ("worker", "rank", "resolve", "data_parallel", "recording", "cli", "__init__", "__main__")
 RANK_VARIABLES = {
     "RANK",
     "WORLD_SIZE",

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from syncline.errors import PlanError
-from syncline.plan import MODELS, Plan
+from syncline.plan import Plan
+from syncline.words import MODELS
 from syncline.workload.models import BUILDERS, build_model, usual_task
 from syncline.workload.profile import profile
 from syncline.workload.recipes import make_model, make_optimizer

@@ -28,6 +28,7 @@ from syncline.launcher.environment import is_rank_variable, placement_from_envir
 from syncline.launcher.local import run_ranks
 from syncline.launcher.mpi import mpiexec_command, run_ranks_mpi
 from syncline.plan import Plan, parse_plan
+from syncline.rank import backend_of
 from syncline.spans import EventLog
 from syncline.store import create_run
 from syncline.sync import make_sync
@@ -213,7 +214,7 @@ def test_other_methods_on_several_hosts_of_mpiexec_need_a_place_to_meet() -> Non
     place = placement_from_environment(MPICH)
     assert place is not None
     with pytest.raises(PlanError, match="on several hosts no place to meet, which method ddp needs"):
-        worker._backend(Plan(method="ddp", workers=8), place)
+        backend_of(Plan(method="ddp", workers=8), place)
 
 
 @needs_mpi

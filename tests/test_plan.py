@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from syncline import sync
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.errors import PlanError
-from syncline.plan import DATA, METHOD_OPTIONS, METHODS, MODELS, Plan, load_plan, parse_plan
+from syncline.plan import Plan, load_plan, parse_plan
+from syncline.words import DATA, METHOD_OPTIONS, METHODS, MODELS
 from syncline.workload.models import BUILDERS
 from syncline.workload.shapes import SHAPES
 from syncline.workload.sources import DATA_NAMES

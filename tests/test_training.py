@@ -15,9 +15,11 @@ import pytest
 from conftest import Cli, cli_environment
 
 from syncline.launcher.local import run_ranks
-from syncline.plan import METHODS, Plan
+from syncline.plan import Plan
+from syncline.rank import joined
 from syncline.spans import read_log
 from syncline.store import RunFolder, create_run
+from syncline.words import METHODS
 
 PHASES = {"data", "forward", "backward", "sync", "update"}
 SENDING = [name for name in METHODS if name not in ("single", "auto", "mpi", "data-parallel")]
@@ -144,7 +146,7 @@ def digests_when_interrupted(plans: list[Plan], folder: str, user_folder: str, s
     def train(plan: Plan, name: str, *, resume: bool) -> str:
         run = RunFolder(Path(folder) / f"{plan.method}-{name}")
         backend = world.split(f"{plan.method} {name} {resume}")
-        with worker._joined(plan, None, backend) as rank:
+        with joined(plan, None, backend) as rank:
             summary = worker._train(rank, run, resume=resume, quiet=True)
         return summary["weights_sha256"] if summary else ""
 

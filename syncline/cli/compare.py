@@ -13,8 +13,9 @@ from syncline.cli import options
 from syncline.cli.nodes import Where, kept, link_check, marks_beside, run_folder
 from syncline.errors import PlanError
 from syncline.launcher.nodes import JOIN_TIMEOUT_S
-from syncline.plan import IN_ONE_PROCESS, METHODS, Plan, load_plan
+from syncline.plan import Plan, load_plan
 from syncline.report.tables import comparison_table
+from syncline.words import IN_ONE_PROCESS, METHODS
 
 IN_ONE_WORLD = [name for name in METHODS if name not in ("auto", "mpi")]
 """What can take turns in one world of torch's ranks."""

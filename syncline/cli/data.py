@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from syncline.cli import options
-from syncline.plan import IN_FILES, Plan, load_plan
+from syncline.plan import Plan, load_plan
+from syncline.words import IN_FILES
 
 TRIED = 256
 """Images that are decoded to say how fast it goes."""

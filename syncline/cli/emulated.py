@@ -22,8 +22,9 @@ from syncline.launcher.emulation.honesty import LINK_VARIABLE, check_memory, mea
 from syncline.launcher.emulation.links import parse_links
 from syncline.launcher.emulation.process import HostProcess
 from syncline.launcher.local import signals_noted
-from syncline.plan import MODELS, Plan
+from syncline.plan import Plan
 from syncline.units import format_seconds
+from syncline.words import MODELS
 
 _PORT = 29500
 _LOOK_SECONDS = 0.05

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from syncline.cli import options
-from syncline.plan import MODELS
 from syncline.report.tables import print_table
 from syncline.units import format_bytes
+from syncline.words import MODELS
 
 
 def models(

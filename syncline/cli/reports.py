@@ -8,7 +8,7 @@ from pathlib import Path
 
 from syncline.cli.studies import StudyRun
 from syncline.errors import RunFolderError
-from syncline.plan import checked
+from syncline.forms import checked
 from syncline.report.page import write_report
 from syncline.store import open_run
 from syncline.study.cells import Ground

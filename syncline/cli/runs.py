@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from syncline.cli import options
-from syncline.plan import METHODS
 from syncline.store import ROOT, RunFolder, list_runs
+from syncline.words import METHODS
 
 
 def runs(

@@ -7,7 +7,7 @@ from typing import Any
 
 from syncline.cli.studies import StudyRun, open_study
 from syncline.errors import PlanError
-from syncline.plan import checked
+from syncline.forms import checked
 from syncline.report.tables import print_table
 from syncline.store import ROOT
 from syncline.study.cells import Ground

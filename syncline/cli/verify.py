@@ -9,8 +9,9 @@ import typer
 from syncline.cli import options
 from syncline.cli.compare import IN_ONE_WORLD, method_names
 from syncline.errors import PlanError
-from syncline.plan import IN_ONE_PROCESS, METHOD_OPTIONS, load_plan
+from syncline.plan import load_plan
 from syncline.report.tables import certificate_table
+from syncline.words import IN_ONE_PROCESS, METHOD_OPTIONS
 
 SENDING = [name for name in IN_ONE_WORLD if name not in ("single", IN_ONE_PROCESS)]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from syncline.measure.breakdown import Breakdown, BucketMeans
 from syncline.measure.stragglers import BETWEEN, Disagreement, Straggler
-from syncline.plan import METHOD_OPTIONS
 from syncline.units import format_seconds
+from syncline.words import METHOD_OPTIONS
 
 COMPUTE = ("forward", "backward", "update")
 MOSTLY_COMPUTE = 0.9

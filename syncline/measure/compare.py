@@ -14,7 +14,7 @@ import torch
 from syncline.comm.communicator import Communicator
 from syncline.comm.counters import StepTraffic
 from syncline.measure.statistics import spread, timing
-from syncline.plan import IN_ONE_PROCESS, Plan
+from syncline.plan import Plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 from syncline.sync.batch_norm import attach
@@ -22,6 +22,7 @@ from syncline.train.delays import delays_of
 from syncline.train.loop import Observer
 from syncline.train.memory import note_memory
 from syncline.train.step import Worker, train_step
+from syncline.words import IN_ONE_PROCESS
 from syncline.workload.batches import Batches
 from syncline.workload.fit import check_fit
 from syncline.workload.recipes import learning_rate, make_model, make_optimizer, set_learning_rate

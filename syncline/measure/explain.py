@@ -28,9 +28,10 @@ from syncline.measure.events import Events, Step, read_events
 from syncline.measure.memory import RankMemory, memory
 from syncline.measure.profiler import Profiled, operator_totals
 from syncline.measure.stragglers import Disagreement, Straggler, find_disagreement, find_stragglers
-from syncline.plan import METHODS, Plan
+from syncline.plan import Plan
 from syncline.store import RunFolder
 from syncline.units import format_seconds
+from syncline.words import METHODS
 
 
 @dataclass(frozen=True)

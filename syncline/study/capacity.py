@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.plan import IN_ONE_PROCESS
 from syncline.study.cells import Cell
 from syncline.study.rows import BASELINE, Row
 from syncline.units import format_bytes
+from syncline.words import IN_ONE_PROCESS
 
 
 def does_not_fit(cell: Cell, measured: Sequence[Row]) -> str | None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from syncline.errors import PlanError
 from syncline.launcher.local import cores
-from syncline.plan import ON_ONE_HOST, Plan, load_plan
+from syncline.plan import Plan, load_plan
 from syncline.study.file import Stage, Study
+from syncline.words import ON_ONE_HOST
 
 VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker", "batch_per_node")
 """Keys of a study that are none of a plan."""

@@ -36,7 +36,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from syncline.errors import PlanError
-from syncline.plan import Section, checked
+from syncline.forms import Section, checked
 from syncline.study.answers import ANSWERS
 from syncline.study.values import VALUES
 

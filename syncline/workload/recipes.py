@@ -1,4 +1,4 @@
-"""Recipes: what a plan's optimiser settings mean in torch. The named ones stand in plan.RECIPES.
+"""Recipes: what a plan's optimiser settings mean in torch. The named ones stand in words.RECIPES.
 
 The learning rate of a step follows from its number alone: nothing to advance, nothing to checkpoint.
 """

@@ -26,7 +26,8 @@ from typing import Any
 from pydantic import Field
 
 from syncline.errors import PlanError
-from syncline.plan import Form, Section, checked, compute_source
+from syncline.forms import Form, Section, checked
+from syncline.plan import compute_source
 
 FORMAT = 1
 FILE_NAME = "compute.json"
