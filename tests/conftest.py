@@ -10,12 +10,14 @@ import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -86,6 +88,12 @@ def cli(tmp_path: Path) -> Cli:
         return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=cli_environment(**extra))
 
     return run
+
+
+def pytest_configure() -> None:
+    """A shell that starts tests in the background has them ignore Ctrl-C, which what they start would inherit."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -232,6 +240,16 @@ def wait_until(condition: Callable[[], object], seconds: float, what: str) -> No
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
         time.sleep(0.02)
+
+
+@contextmanager
+def killed_at_end(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """A test that fails leaves nothing running."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def session_members(session: int) -> list[int]:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 from pathlib import Path
 
-from conftest import SYNCLINE, Cli, cli_environment, living_pids, read_quietly, wait_until
+from conftest import SYNCLINE, Cli, cli_environment, killed_at_end, living_pids, read_quietly, wait_until
 
 SCRIPT = """
 import os, socket, sys
@@ -58,8 +58,9 @@ def test_interrupt_ends_every_host(tmp_path: Path) -> None:
         [str(SYNCLINE), "cluster", "run", "--hosts", "2", "--", *script],
         env=cli_environment(), stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    wait_until(lambda: up.is_file() and up.read_text().count("up") == 2, 60, "both ranks run")
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=40)
+    with killed_at_end(process):
+        wait_until(lambda: up.is_file() and up.read_text().count("up") == 2, 60, "both ranks run")
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=40)
     assert (process.returncode, stderr) == (130, "syncline: Stopped by Ctrl-C; every rank has ended.\n")
     assert not [pid for pid in living_pids() if str(up).encode() in read_quietly(Path(f"/proc/{pid}/cmdline"))]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import emulation_programs
 import pytest
-from conftest import MARK, living_pids, marked_processes, read_quietly, wait_until
+from conftest import MARK, killed_at_end, living_pids, marked_processes, read_quietly, wait_until
 
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher.emulation import EmulatedCluster, HostProcess
@@ -180,14 +180,13 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
     """Not the hosts, not what they run, not even what tried to get away."""
     mark = f"{os.environ[MARK]}-killed"
     ready = tmp_path / "ready"
-    launcher = subprocess.Popen([*PROGRAM, "hold", str(ready)], env={**os.environ, MARK: mark})
-    wait_until(ready.exists, 30, "the cluster is up")
-    pids = of_session(mark)
-    networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
-    assert len(pids) >= 8, "launcher, switch, 2 first processes, 2 sleepers, 2 daemons"
-    assert len(networks) == 4, "ours, the switch's, two hosts'"
-    launcher.kill()
-    launcher.wait()
+    launcher = subprocess.Popen([*PROGRAM, "hold", str(ready)], env={**os.environ, MARK: mark}, text=True)
+    with killed_at_end(launcher):
+        wait_until(ready.exists, 30, "the cluster is up")
+        pids = of_session(mark)
+        networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
+        assert len(pids) >= 8, "launcher, switch, 2 first processes, 2 sleepers, 2 daemons"
+        assert len(networks) == 4, "ours, the switch's, two hosts'"
     wait_until(lambda: not of_session(mark), 10, "every process ends")
     networks.remove(os.readlink("/proc/self/ns/net"))
     # A process on its way out loses its memory, and with it the mark, before it leaves its namespace.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import SYNCLINE, USER_MODEL, any_alive, cli_environment, session_members, wait_until
+from conftest import SYNCLINE, USER_MODEL, any_alive, cli_environment, killed_at_end, session_members, wait_until
 
 from syncline.spans import read_log
 from syncline.store import RunFolder
@@ -84,7 +84,7 @@ def assert_resumes(workplace: Path, run: RunFolder, weights: str) -> None:
 def training(workplace: Path, folder: Path, *arguments: str, **extra: str) -> Iterator[Running]:
     folder.mkdir(exist_ok=True)
     run = RunFolder(folder / "run")
-    with subprocess.Popen(
+    process = subprocess.Popen(
         [str(SYNCLINE), "train", *PLAN, *arguments, "--run-dir", str(run.path)],
         env=environment(workplace, PIDS=str(folder), **extra),
         stdout=subprocess.DEVNULL,
@@ -92,12 +92,10 @@ def training(workplace: Path, folder: Path, *arguments: str, **extra: str) -> It
         text=True,
         cwd=workplace,
         start_new_session=True,
-    ) as process:
-        try:
-            wait_until(lambda: run.checkpoint_step() or process.poll() is not None, 60, "a checkpoint")
-            yield Running(process, run, [int((folder / str(rank)).read_text()) for rank in range(WORKERS)])
-        finally:
-            process.kill()
+    )
+    with killed_at_end(process):
+        wait_until(lambda: run.checkpoint_step() or process.poll() is not None, 60, "a checkpoint")
+        yield Running(process, run, [int((folder / str(rank)).read_text()) for rank in range(WORKERS)])
 
 
 def last_line(errors: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import SYNCLINE, USER_MODEL, cli_environment, command_line, living_pids, uses, wait_until
+from conftest import SYNCLINE, USER_MODEL, cli_environment, command_line, killed_at_end, living_pids, uses, wait_until
 
 from syncline.launcher.emulation import EmulatedCluster, HostProcess
 from syncline.store import RunFolder
@@ -124,16 +124,14 @@ def test_emulated_hosts_end_with_the_command_and_leave_nothing(number: int, work
     run, scratch = RunFolder(tmp_path / "run"), tmp_path / "scratch"
     scratch.mkdir()
     command = [str(SYNCLINE), "train", *PLAN, "--hosts", "2", "--run-dir", str(run.path)]
-    with subprocess.Popen(
+    process = subprocess.Popen(
         command, env=environment(workplace, SLOW="0.1", TMPDIR=str(scratch)), stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True, cwd=workplace, start_new_session=True,
-    ) as process:  # fmt: skip
-        try:
-            wait_until(lambda: run.checkpoint_step() or process.poll() is not None, 90, "a checkpoint")
-            os.killpg(process.pid, number)
-            _, errors = process.communicate(timeout=30)
-        finally:
-            process.kill()
+    )  # fmt: skip
+    with killed_at_end(process):
+        wait_until(lambda: run.checkpoint_step() or process.poll() is not None, 90, "a checkpoint")
+        os.killpg(process.pid, number)
+        _, errors = process.communicate(timeout=30)
     wait_until(lambda: not users_of(run.path), 10, "every process gone")
     assert list(scratch.iterdir()) == []
     if number == signal.SIGKILL:

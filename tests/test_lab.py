@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import SYNCLINE, Cli, cli_environment
+from conftest import SYNCLINE, Cli, cli_environment, killed_at_end
 
 STUDY = """
 title = "Small study"
@@ -107,12 +107,13 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
         [SYNCLINE, "lab", study], cwd=tmp_path, env=cli_environment(), start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("[2/3]"):
-            break
-    os.killpg(process.pid, signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    with killed_at_end(process):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("[2/3]"):
+                break
+        os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Finished cells are kept; continue with: syncline lab" in error
     cells = tmp_path / "runs" / "lab-small" / "cells"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import launcher_programs as programs
 import pytest
+from conftest import is_alive, killed_at_end, session_members, wait_until
 
 import syncline
 from syncline.errors import DataError, RankFailed, UsageError
@@ -23,21 +24,6 @@ from syncline.launcher import watch
 from syncline.launcher.local import cores, default_threads, oversubscription, run_ranks
 
 PROGRAM = Path(programs.__file__)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s in vain: {what}"
-        time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 def rank_pids(ready: Path, workers: int) -> list[int]:
@@ -61,23 +47,8 @@ def launcher_process(
         text=True,
         start_new_session=True,
     )
-    with process:
-        try:
-            yield process, rank_pids(ready, workers), scratch
-        finally:
-            process.kill()
-
-
-def session_members(session: int) -> list[int]:
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if is_alive(pid) and _session(pid) == session]
-
-
-def _session(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except OSError:
-        return -1
+    with killed_at_end(process):
+        yield process, rank_pids(ready, workers), scratch
 
 
 def test_results_come_by_rank_with_the_environment_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

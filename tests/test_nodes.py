@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SYNCLINE, USER_MODEL, cli_environment, wait_until
+from conftest import SYNCLINE, USER_MODEL, cli_environment, killed_at_end, wait_until
 
 from syncline.errors import (
     ContractError,
@@ -372,11 +372,8 @@ def node(workplace: Path, folder: str, number: int, port: int, **extra: str) -> 
         cwd=workplace / folder,
         start_new_session=True,
     )
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    with killed_at_end(process):
+        yield process
 
 
 def free_port() -> int:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import cli_environment
+from conftest import cli_environment, killed_at_end
 from test_mpi import MPICH, OPEN_MPI, needs_mpi
 
 from syncline.errors import UsageError
@@ -141,7 +141,8 @@ def test_srun_trains_without_a_meeting_point(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]  # fmt: skip
-    ends = [rank.communicate(timeout=120) for rank in ranks]
+    with killed_at_end(ranks[0]), killed_at_end(ranks[1]):
+        ends = [rank.communicate(timeout=120) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], ends
     assert "weights " in ends[0][0]
 
