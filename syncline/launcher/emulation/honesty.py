@@ -30,7 +30,7 @@ _COPIES_OF_WEIGHTS = 5
 """Weights, gradients, momentum, their flat buffer, and what is on its way."""
 _COPIES_IN_REPLAY = 4
 """Gradients, their flat buffer, one piece of memory as large as the largest parameter, and what is on its way;
-measured with VGG-16, whose largest parameter is three quarters of it."""
+measured with ddp and VGG-16, whose largest parameter is three quarters of it."""
 
 
 @dataclass(frozen=True)
