@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from syncline.report.page import as_csv, html, markdown, write_report
+from syncline.report.page import as_csv, facts, html, markdown, write_report
 from syncline.study.cells import Ground, expand
 from syncline.study.contents import Contents, study_contents
 from syncline.study.file import Study, built_in_labs, load_study
@@ -58,7 +59,8 @@ def contents() -> Contents:
     return study_contents(
         study, rows(), MACHINE, answers=True, timelines=[timeline],
         schedules=[("ring", "<svg><title>ring</title></svg>")],
-        skipped=[("cell x", "needs 99 GiB")], repeat="syncline lab cs744", plans=[("one", 'model = "</script>"')],
+        skipped=[("cell x", "needs 99 GiB")], repeat="syncline lab cs744",
+        plans=[("one", 'model = "</script>"\ndata = "synthetic"')],
     )  # fmt: skip
 
 
@@ -103,6 +105,12 @@ def test_markdown_has_the_same_tables_and_pictures(contents: Contents, tmp_path:
     assert contents.answer in text
     assert "| single | 403 ±1 ms |" in text or "| single | 402" in text
     assert "- not run: cell x: needs 99 GiB" in text
+
+
+def test_the_first_screen_says_which_data(contents: Contents) -> None:
+    """The title speaks of the study's data, for which made-up data may have stood in."""
+    assert "Data: synthetic." in facts(contents)
+    assert "Data" not in facts(replace(contents, plans=[]))
 
 
 def test_csv_has_plain_numbers(contents: Contents) -> None:

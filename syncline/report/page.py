@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from syncline.report.tables import describe
 from syncline.store import write_atomic
 from syncline.study.contents import Contents
 from syncline.study.figures import FigureData
+from syncline.study.sweeps import listed
 from syncline.study.tables import TableData
 
 
@@ -64,6 +66,8 @@ def facts(contents: Contents) -> str:
     memory = f", {machine['memory_bytes'] / 2**30:.0f} GiB" if "memory_bytes" in machine else ""
     told = f"{machine.get('cores', '?')} cores of {machine.get('processor', 'an unknown processor')}{memory}; "
     told += f"torch {machine.get('torch', '?')}, Syncline {machine.get('syncline', '?')}."
+    data = {tomllib.loads(text).get("data", "") for _, text in contents.plans} - {""}
+    told += f" Data: {listed(sorted(data))}." if data else ""
     return f"{told} Measured with --quick: a small version of the study." if contents.quick else told
 
 
