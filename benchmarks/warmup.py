@@ -90,9 +90,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--warmup-epochs", type=float, default=1.0)
     parser.add_argument("--learning-rate", type=float, default=0.04, help="for a batch of 256; scaled by batch / 256")
-    parser.add_argument("--runs", default="runs/warmup", help="folder of the nine runs")
+    parser.add_argument("--runs", help="folder of the nine runs; runs/warmup-RATE if absent")
     parser.add_argument("--save", action="store_true", help="keep the result beside this file")
     chosen = parser.parse_args()
+    name = f"warmup-{chosen.learning_rate:g}"
+    chosen.runs = chosen.runs or f"runs/{name}"
     # Seed by seed, so that a study which is stopped has compared something.
     found: dict[str, list[dict[str, Any]]] = {warmup: [] for warmup in WARMUPS}
     for seed in SEEDS:
@@ -102,7 +104,7 @@ def main() -> None:
     peak = chosen.learning_rate * chosen.batch / 256
     rates = f"rate {chosen.learning_rate:g} for a batch of 256, {peak:g} when scaled"
     lines = [f"{shape}; {rates}; warm-up of {chosen.warmup_epochs:g} epochs; seeds {', '.join(map(str, SEEDS))}.", ""]
-    write_result("warmup", [*lines, *table(found), "", *findings(found)], save=chosen.save)
+    write_result(name, [*lines, *table(found), "", *findings(found)], save=chosen.save)
 
 
 if __name__ == "__main__":

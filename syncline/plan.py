@@ -12,7 +12,16 @@ from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from syncline.errors import PlanError
 from syncline.forms import Section, checked, not_one_of
-from syncline.words import IN_FILES, IN_ONE_PROCESS, METHOD_OPTIONS, METHODS, MODELS, ON_ONE_HOST, RECIPES
+from syncline.words import (
+    IN_FILES,
+    IN_ONE_PROCESS,
+    METHOD_OPTIONS,
+    METHODS,
+    MODELS,
+    ON_ONE_HOST,
+    RECIPES,
+    RECIPES_OF_TEN_EPOCHS,
+)
 
 
 class Optimizer(Section):
@@ -206,7 +215,9 @@ class Plan(Section):
             filled.setdefault("epochs", 1)
         optimizer, recipe = filled.get("optimizer", {}), filled.get("recipe", "course")
         if isinstance(optimizer, Mapping) and recipe in RECIPES:
-            filled["optimizer"] = {**RECIPES[recipe], **optimizer}
+            epochs = filled.get("epochs")
+            long = RECIPES_OF_TEN_EPOCHS.get(recipe, {}) if isinstance(epochs, int) and epochs >= 10 else {}
+            filled["optimizer"] = {**RECIPES[recipe], **long, **optimizer}
         filled.setdefault("backend", "nccl" if filled.get("device") == "cuda" else "gloo")
         return filled
 

@@ -80,3 +80,5 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Optimiser settings by name; what a recipe does not say is as in Optimizer. docs/recipes.md says why each."""
+RECIPES_OF_TEN_EPOCHS: dict[str, dict[str, Any]] = {"fast": {"learning_rate": 0.05}}
+"""What is different where a run has ten epochs or more: its ramp is slower and bears a higher peak."""

@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from syncline.comm.mpi_backend import aborting
@@ -45,7 +44,7 @@ from syncline.train.delays import delays_of
 from syncline.train.loop import Loop
 from syncline.train.memory import note_memory
 from syncline.train.replay import ReplayedBatches
-from syncline.train.step import Worker
+from syncline.train.step import Worker, seed_forward
 from syncline.train.watching import StepWatch
 from syncline.words import IN_FILES
 from syncline.workload.ahead import AheadBatches
@@ -144,7 +143,7 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
         check_fit(plan, model, batches.task, sharding, plan.steps or sharding.steps_per_epoch)
     if not resume:
         _calibrate(rank, run, batches)
-    torch.manual_seed(_rank_seed(plan.seed, rank.number))
+    seed_forward(plan.seed, rank.number)
     rank.log.method = plan.method
     options = {"batch_norm": plan.batch_norm, **plan.options_for(plan.method)}
     sync = make_sync(plan.method, rank.communicator, log=rank.log, **options)
@@ -187,11 +186,6 @@ def _calibrate(rank: Rank, run: RunFolder, batches: Batches) -> None:
         times = gather_times(steps, model, communicator, about)
     if rank.number == 0:
         run.write_compute(times.to_json())
-
-
-def _rank_seed(seed: int, rank: int) -> int:
-    """For what a model draws in forward (dropout): other masks on every rank, the same ones in every run."""
-    return int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0])
 
 
 def _summary(

@@ -90,6 +90,16 @@ def cli(tmp_path: Path) -> Cli:
     return run
 
 
+@pytest.fixture
+def quick_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks say within a fraction of a second that they are stuck."""
+    from syncline.comm import checked, stall
+
+    monkeypatch.setattr(stall, "STALLED_AFTER_S", 0.1)
+    monkeypatch.setattr(stall, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(checked, "SURE_AFTER_S", 0.3)
+
+
 def pytest_configure() -> None:
     """A shell that starts tests in the background has them ignore Ctrl-C, which what they start would inherit."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

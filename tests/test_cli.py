@@ -324,6 +324,13 @@ def test_compare_times_every_method_and_their_losses_agree(cli: Cli) -> None:
     assert rows["ddp"]["ratio_to_ddp"]["median"] == rows["single"]["speedup"]["median"] == 1
 
 
+def test_compared_methods_draw_the_same_dropout_masks(cli: Cli, user_folder: Path) -> None:
+    arguments = ("--model", "user_model:Net", "--data", "synthetic", "--global-batch", 16, "--steps", 3)
+    command = ("compare", *arguments, "--methods", "ddp,bucketed,shared-memory", "--json")
+    ddp, *others = (row["loss"] for row in one_document(cli(*command, cwd=user_folder))["rows"])
+    assert others == pytest.approx([ddp, ddp], rel=1e-5)
+
+
 def test_verify_certifies_every_method(cli: Cli) -> None:
     document = one_document(cli("verify", "--workers", 2, "--models", "cnn", "--json"))
     assert document["passed"] is True

@@ -1,22 +1,21 @@
-"""The Communicator: exact values on threads and on Gloo, and errors that name what went wrong and where."""
+"""The Communicator: exact values on threads and on Gloo, whatever tensor is given, and a record of each operation."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
 from helpers import caught, on_processes, on_threads
 from torch import Tensor
 
-from syncline.comm import Communicator, checked, stall
+from syncline.comm import Communicator, checked
 from syncline.comm.communicator import Operation
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld, run_threads
-from syncline.comm.torch_backend import flat, translate
+from syncline.comm.torch_backend import flat
 from syncline.comm.traced import Traced
-from syncline.errors import CommunicationError, ContractError, DeadlineError, PeerLostError
+from syncline.errors import CommunicationError
 from syncline.spans import EventLog
 
 WORLD_SIZES = [1, 2, 3, 4]
@@ -158,153 +157,6 @@ def test_own_error_is_raised_and_not_its_echo() -> None:
         run_threads(3, fail_on_rank_1)
 
 
-# Contracts. Both ranks call with what the table gives for their rank.
-
-FOUR_DIMENSIONAL = torch.ones(2, 3, 4, 4)
-MISMATCHES: dict[str, tuple[Callable[[Communicator], None], str, str]] = {
-    "dtype": (
-        lambda comm: comm.all_reduce(torch.ones(3, dtype=(torch.int64, torch.float32)[comm.rank])),
-        "rank 0 calls all_reduce int64 [3]",
-        "rank 1 calls all_reduce float32 [3]",
-    ),
-    "shape": (
-        lambda comm: comm.all_reduce(torch.ones(3 + comm.rank)),
-        "rank 0 calls all_reduce float32 [3]",
-        "rank 1 calls all_reduce float32 [4]",
-    ),
-    "operation": (
-        lambda comm: comm.all_reduce(torch.ones(3)) if comm.rank == 0 else comm.broadcast(torch.ones(3)),
-        "rank 0 calls all_reduce float32 [3]",
-        "rank 1 calls broadcast root 0 float32 [3]",
-    ),
-    "root": (
-        lambda comm: comm.broadcast(torch.ones(3), root=comm.rank),
-        "rank 0 calls broadcast root 0",
-        "rank 1 calls broadcast root 1",
-    ),
-    "strides": (
-        lambda comm: comm.all_reduce(
-            FOUR_DIMENSIONAL.clone() if comm.rank else FOUR_DIMENSIONAL.contiguous(memory_format=torch.channels_last)
-        ),
-        "rank 0 calls all_reduce float32 [2, 3, 4, 4] strides [48, 1, 12, 3]",
-        "rank 1 calls all_reduce float32 [2, 3, 4, 4]",
-    ),
-    "send and receive": (
-        lambda comm: (
-            comm.send(torch.ones(3), 1).wait()
-            if comm.rank == 0
-            else comm.receive(torch.ones(3, dtype=torch.int64), 0).wait()
-        ),
-        "rank 0 calls transfer float32 [3]",
-        "rank 1 calls transfer int64 [3]",
-    ),
-}
-
-
-@pytest.fixture
-def quick_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks say within a fraction of a second that they are stuck."""
-    monkeypatch.setattr(stall, "STALLED_AFTER_S", 0.1)
-    monkeypatch.setattr(stall, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(checked, "SURE_AFTER_S", 0.3)
-
-
-@pytest.mark.parametrize("kind", MISMATCHES)
-def test_mismatch_on_threads_names_what_each_rank_calls(kind: str) -> None:
-    call, *words = MISMATCHES[kind]
-
-    def live(comm: Communicator, log: EventLog) -> None:
-        log.step = 6
-        call(comm)
-
-    with pytest.raises(ContractError) as error:
-        on_threads(2, live)
-    assert [word for word in words if word not in str(error.value)] == []
-    assert error.value.step == 6
-    assert error.value.rank in (0, 1)
-
-
-def test_only_one_of_three_ranks_deviates() -> None:
-    def live(comm: Communicator, _: EventLog) -> CommunicationError | None:
-        return caught(lambda: comm.all_reduce(torch.ones(3 if comm.rank < 2 else 5), label="bias"))
-
-    for rank, error in enumerate(on_threads(3, live)):
-        assert isinstance(error, ContractError)
-        assert error.rank == rank
-        for other, size in enumerate([3, 3, 5]):
-            assert f"rank {other} calls all_reduce float32 [{size}]" in str(error)
-
-
-def every_mismatch(comm: Communicator, _: EventLog) -> dict[str, str]:
-    errors = {}
-    for kind, (call, *_words) in MISMATCHES.items():
-        with comm.scope(kind):
-            errors[kind] = str(caught(lambda call=call: call(comm)) if kind != "send and receive" else None)
-    return errors
-
-
-def test_mismatches_over_gloo_are_errors_and_end_no_process() -> None:
-    first, second = on_processes(2, every_mismatch)
-    for kind, (_, *words) in MISMATCHES.items():
-        if kind != "send and receive":
-            assert [word for word in words if word not in first[kind] or word not in second[kind]] == []
-
-
-def transfer_of_another_dtype(comm: Communicator, _: EventLog) -> CommunicationError | None:
-    if comm.rank == 0:  # started and left: nobody takes it, so waiting for it would last until the deadline
-        work = comm.send(torch.ones(3), 1)
-        comm.store.wait(["the receiver has seen it"])
-        del work
-        return CommunicationError("the receiver says what is wrong")
-    error = caught(lambda: comm.receive(torch.ones(3, dtype=torch.int64), 0).wait())
-    comm.store.set("the receiver has seen it", "")
-    return error
-
-
-def test_mismatched_transfer_over_gloo_is_an_error_of_the_receiver() -> None:
-    error = on_processes(2, transfer_of_another_dtype)[1]
-    assert isinstance(error, ContractError)
-    assert "rank 0 calls transfer float32 [3]; rank 1 calls transfer int64 [3]" in str(error)
-
-
-def deviate_in_step_2(comm: Communicator, log: EventLog) -> CommunicationError | None:
-    def steps() -> None:
-        for log.step in range(4):
-            with comm.scope("gradients"):
-                deviates = log.step == 2 and comm.rank == 1
-                comm.all_reduce(torch.ones(3, dtype=torch.int64 if deviates else torch.float32), label="bias")
-
-    return caught(steps)
-
-
-@pytest.mark.usefixtures("quick_stalls")
-def test_mismatch_that_appears_in_a_later_step_is_found() -> None:
-    error = on_threads(2, deviate_in_step_2, deadline_s=2)[1]
-    assert isinstance(error, ContractError)
-    assert error.step == 2
-    assert "rank 0 calls all_reduce float32 [3] as in earlier steps" in str(error)
-    assert "rank 1 calls all_reduce int64 [3]" in str(error)
-
-
-def test_mismatch_that_appears_in_a_later_step_is_found_over_gloo() -> None:
-    first, second = on_processes(2, deviate_in_step_2, deadline_s=20)
-    assert isinstance(second, ContractError)
-    assert "rank 0 calls all_reduce float32 [3] as in earlier steps" in str(second)
-    assert isinstance(first, PeerLostError | DeadlineError)
-
-
-@pytest.mark.usefixtures("quick_stalls")
-def test_ranks_in_different_passages_are_told_where_the_other_one_is() -> None:
-    def live(comm: Communicator, _: EventLog) -> CommunicationError | None:
-        with comm.scope(("gradients", "evaluate")[comm.rank]):
-            return caught(lambda: comm.all_reduce(torch.ones(3)))
-
-    errors = on_threads(2, live, deadline_s=10)
-    named = [error for error in errors if isinstance(error, ContractError)]
-    assert named
-    assert all("'gradients'" in str(error) and "'evaluate'" in str(error) for error in named)
-
-
 def test_known_signatures_are_not_compared_again() -> None:
     def keys_after(steps: int) -> set[str]:
         def live(comm: Communicator, _: EventLog) -> list[str]:
@@ -321,141 +173,6 @@ def test_known_signatures_are_not_compared_again() -> None:
     once = keys_after(1)
     assert len(once) > 6
     assert keys_after(5) == once
-
-
-# Deadlines and lost ranks.
-
-
-def leave_rank_2_out(comm: Communicator, log: EventLog, known: bool) -> CommunicationError | None:
-    log.method = "all-reduce"
-
-    def step(number: int) -> None:
-        log.step = number
-        with comm.scope("gradients"):
-            comm.all_reduce(torch.ones(3), label="conv.bias")
-
-    if known:
-        step(0)
-    if comm.rank != 2:
-        error = caught(lambda: step(1))
-        comm.store.set(f"given up {comm.rank}", "")
-        return error
-    comm.store.wait(["given up 0", "given up 1"], timedelta(seconds=60))
-    return None
-
-
-def assert_rank_2_is_missed(errors: list[CommunicationError | None]) -> None:
-    for rank, error in enumerate(errors[:2]):
-        assert isinstance(error, DeadlineError)
-        assert (error.rank, error.step) == (rank, 1)
-        words = ["all_reduce float32 [3] of conv.bias", "method all-reduce", "'gradients'"]
-        assert [word for word in words if word not in str(error)] == []
-        assert str(error.message).endswith("missing: rank 2.")
-
-
-@pytest.mark.usefixtures("quick_stalls")
-@pytest.mark.parametrize("known", [False, True])
-def test_deadline_names_place_and_missing_rank(known: bool) -> None:
-    assert_rank_2_is_missed(on_threads(3, lambda comm, log: leave_rank_2_out(comm, log, known), deadline_s=1.5))
-
-
-@pytest.mark.parametrize("known", [False, True])
-def test_deadline_over_gloo_names_place_and_missing_rank(known: bool) -> None:
-    assert_rank_2_is_missed(on_processes(3, lambda comm, log: leave_rank_2_out(comm, log, known), deadline_s=3))
-
-
-def test_deadline_shorter_than_a_poll_does_not_blame_the_ranks_that_came() -> None:
-    """Rank 0 finds itself in the first look, and must not then name itself."""
-    errors = on_threads(2, lambda comm, _: caught(lambda: comm.all_reduce(torch.ones(3))) if comm.rank == 0 else None,
-                        deadline_s=0.1)  # fmt: skip
-    assert isinstance(errors[0], DeadlineError)
-    assert str(errors[0].message).endswith("missing: rank 1.")
-
-
-@pytest.mark.usefixtures("quick_stalls")
-def test_rank_that_gave_up_first_is_not_missing() -> None:
-    def live(comm: Communicator, _: EventLog) -> CommunicationError | None:
-        with comm.scope("gradients"):
-            comm.all_reduce(torch.ones(3))
-        if comm.rank == 2:
-            comm.store.wait(["given up 0", "given up 1"], timedelta(seconds=60))
-            return None
-        if comm.rank == 0:
-            time.sleep(0.5)  # rank 1's deadline passes first, and it is gone when rank 0 looks
-        with comm.scope("gradients"):
-            error = caught(lambda: comm.all_reduce(torch.ones(3)))
-        comm.store.set(f"given up {comm.rank}", "")
-        comm.store.wait(["given up 0"], timedelta(seconds=60))
-        return error
-
-    errors = on_threads(3, live, deadline_s=1.0)
-    assert [str(error.message).partition("missing: ")[2] for error in errors[:2] if error] == ["rank 2.", "rank 2."]
-
-
-@pytest.mark.usefixtures("quick_stalls")
-@pytest.mark.parametrize("known", [False, True])
-def test_deadline_of_a_receive_names_the_sender_only(known: bool) -> None:
-    def live(comm: Communicator, _: EventLog) -> CommunicationError | None:
-        for lap in range(1 + known):
-            with comm.scope("ring"):
-                if comm.rank == 0 and (lap, known) in ((0, False), (1, True)):
-                    return caught(lambda: comm.receive(torch.ones(3), 2, label="part").wait())
-                if comm.rank == 0:
-                    comm.receive(torch.ones(3), 2).wait()
-                if comm.rank == 2 and lap < known:
-                    comm.send(torch.ones(3), 0).wait()
-        return None
-
-    error = on_threads(3, live, deadline_s=0.7)[0]
-    assert isinstance(error, DeadlineError)
-    assert str(error.message).endswith("missing: rank 2.")
-    assert "transfer float32 [3] of part" in str(error)
-
-
-def test_lost_rank_on_threads_frees_the_others() -> None:
-    errors: dict[int, CommunicationError | None] = {}
-
-    def live(comm: Communicator, log: EventLog) -> None:
-        comm.all_reduce(torch.ones(3))
-        if comm.rank == 1:
-            raise KeyError
-        log.step = 3
-        with comm.scope(""):
-            errors[comm.rank] = caught(lambda: comm.all_reduce(torch.ones(3), label="bias"))
-
-    with pytest.raises(KeyError):
-        on_threads(3, live)
-    for error in errors.values():
-        assert isinstance(error, PeerLostError)
-        assert error.step == 3
-        assert "rank 1 has left" in str(error)
-        assert "all_reduce float32 [3] of bias" in str(error)
-
-
-def leave_early(comm: Communicator, _: EventLog) -> CommunicationError | None:
-    comm.all_reduce(torch.ones(3))
-    if comm.rank == 1:
-        return CommunicationError("left on purpose")
-    with comm.scope(""):
-        return caught(lambda: [comm.all_reduce(torch.ones(3), label="bias") for _ in range(3)])
-
-
-def test_lost_process_is_a_lost_peer() -> None:
-    error = on_processes(2, leave_early)[0]
-    assert isinstance(error, PeerLostError)
-    assert "all_reduce float32 [3] of bias" in str(error)
-
-
-@pytest.mark.parametrize(
-    ("text", "kind"),
-    [
-        ("[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv", DeadlineError),
-        ("Wait timeout", DeadlineError),
-        ("Connection closed by peer [127.0.0.1]:5", PeerLostError),
-    ],
-)
-def test_errors_of_torch_are_translated(text: str, kind: type[CommunicationError]) -> None:
-    assert type(translate(RuntimeError(text))) is kind
 
 
 # Tensors and records.

@@ -46,6 +46,15 @@ def test_recipe_gives_the_settings_that_are_not_given() -> None:
     assert Plan().replace(recipe="fast").optimizer == Plan(recipe="fast").optimizer
 
 
+def test_peak_of_fast_is_higher_where_the_ramp_is_slow() -> None:
+    peaks = [parse_plan({"recipe": "fast", "epochs": epochs}).optimizer.learning_rate for epochs in (1, 9, 10, 30)]
+    assert peaks == [0.02, 0.02, 0.05, 0.05]
+    assert parse_plan({"recipe": "fast", "steps": 9999}).optimizer.learning_rate == 0.02
+    given = parse_plan({"recipe": "fast", "epochs": 10, "optimizer": {"learning_rate": 0.01}})
+    assert given.optimizer.learning_rate == 0.01
+    assert parse_plan({"epochs": 10}).optimizer == Optimizer()
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -21,7 +21,7 @@ from syncline.sync.batch_norm import attach
 from syncline.train.delays import delays_of
 from syncline.train.loop import Observer
 from syncline.train.memory import note_memory
-from syncline.train.step import Worker, train_step
+from syncline.train.step import Worker, seed_forward, train_step
 from syncline.words import IN_ONE_PROCESS
 from syncline.workload.batches import Batches
 from syncline.workload.fit import check_fit
@@ -118,6 +118,8 @@ class Comparison:
         torch.set_num_threads(slowed or entry.threads)
         if worker is not None:
             set_learning_rate(worker.optimizer, self._learning_rate(round_index))
+        # Every method draws the same dropout masks in a round, so that losses can be compared.
+        seed_forward(self.plan.seed, self.communicator.rank, round_index)
         self._meet()
         self.traffic.begin()
         start_ns = time.monotonic_ns()

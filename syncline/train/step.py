@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -56,6 +57,11 @@ class StepResult:
     loss: float
     num_samples: int
     score_sum: float
+
+
+def seed_forward(*numbers: int) -> None:
+    """For what a model draws in forward (dropout): the same for the same numbers, as the seed and the rank."""
+    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
 
 
 def train_step(worker: Worker, shard: Shard) -> StepResult:
