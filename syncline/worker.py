@@ -44,7 +44,7 @@ from syncline.train.delays import delays_of
 from syncline.train.loop import Loop
 from syncline.train.memory import note_memory
 from syncline.train.replay import ReplayedBatches
-from syncline.train.step import Worker, seed_forward
+from syncline.train.step import Worker
 from syncline.train.watching import StepWatch
 from syncline.words import IN_FILES
 from syncline.workload.ahead import AheadBatches
@@ -143,7 +143,6 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
         check_fit(plan, model, batches.task, sharding, plan.steps or sharding.steps_per_epoch)
     if not resume:
         _calibrate(rank, run, batches)
-    seed_forward(plan.seed, rank.number)
     rank.log.method = plan.method
     options = {"batch_norm": plan.batch_norm, **plan.options_for(plan.method)}
     sync = make_sync(plan.method, rank.communicator, log=rank.log, **options)

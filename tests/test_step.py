@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from syncline.comm import Communicator
 from syncline.spans import EventLog
 from syncline.sync import make_sync
-from syncline.train.step import StepResult, Worker, copied_to, discarded_backward, train_step
+from syncline.train.step import StepResult, Worker, copied_to, discarded_backward, seed_forward, train_step
 from syncline.workload.models import build_model
 from syncline.workload.sharding import Shard, Sharding
 
@@ -141,6 +141,16 @@ def test_phases_are_logged_in_order() -> None:
         return [record["name"] for record in log.records if record["kind"] == "phase"]
 
     assert on_threads(2, live) == [["data", "forward", "backward", "sync", "score", "update"]] * 2
+
+
+def test_masks_follow_from_seed_rank_and_step() -> None:
+    def drawn(*place: int) -> float:
+        seed_forward(*place)
+        return torch.rand(1, dtype=torch.float64).item()
+
+    places = [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1)]
+    with torch.random.fork_rng():
+        assert len({drawn(*place) for place in places * 2}) == len(places)
 
 
 @pytest.mark.parametrize("method", [*ON_THREADS, "single"])

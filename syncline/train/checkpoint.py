@@ -1,8 +1,9 @@
 """Checkpoints: all that a run needs to go on as if it had never stopped, to the last bit.
 
-One folder per checkpoint, one file per rank: batch-norm buffers, random state and running sums are each rank's own;
-parameters and optimiser state are the same everywhere, so only the folder's keeper writes them, its first rank. The
-folder is written aside and renamed when all ranks are done, and the one before it is removed after that.
+One folder per checkpoint, one file per rank: batch-norm buffers and running sums are each rank's own; parameters and
+optimiser state are the same everywhere, so only the folder's keeper writes them, its first rank. The folder is
+written aside and renamed when all ranks are done, and the one before it is removed after that. What a step draws at
+random follows from its number and is not kept.
 
 Nodes without a common folder have one each, with a keeper each. All go on from the newest checkpoint that all have.
 """
@@ -25,7 +26,7 @@ from syncline.comm.communicator import Communicator
 from syncline.errors import RunFolderError
 from syncline.train.step import Worker
 
-FORMAT = 2
+FORMAT = 3
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -74,7 +75,6 @@ def load(folder: Path, worker: Worker, communicator: Communicator, keeper: int =
     _restore(worker.model.named_buffers(), own["buffers"], newest)
     worker.optimizer.load_state_dict(shared["optimizer"])
     worker.sync.load_state(shared["sync"])
-    torch.set_rng_state(own["random_state"])
     return Progress(**own["progress"])
 
 
@@ -99,7 +99,6 @@ def _state(worker: Worker, progress: Progress, *, shared: bool) -> dict[str, Any
     state: dict[str, Any] = {
         "format": FORMAT,
         "buffers": dict(worker.model.named_buffers()),
-        "random_state": torch.get_rng_state(),
         "progress": asdict(progress),
     }
     if shared:

@@ -15,7 +15,7 @@ from syncline.plan import Plan
 from syncline.train import checkpoint
 from syncline.train.checkpoint import Progress
 from syncline.train.evaluate import Evaluation, evaluate, evaluate_per_rank
-from syncline.train.step import StepResult, Worker, discarded_backward, train_step
+from syncline.train.step import StepResult, Worker, discarded_backward, seed_forward, train_step
 from syncline.train.watching import StepWatch
 from syncline.workload.ahead import announced
 from syncline.workload.recipes import learning_rate, set_learning_rate
@@ -78,6 +78,7 @@ class Loop:
             self.worker.log.step = progress.step
             rate = self.learning_rate(progress.step)
             set_learning_rate(self.worker.optimizer, rate)
+            seed_forward(self.plan.seed, self.communicator.rank, progress.step)
             with self.watch.step(progress.step) if self.watch else nullcontext():
                 start_ns = time.monotonic_ns()
                 result = train_step(self.worker, shard)

@@ -59,9 +59,10 @@ class StepResult:
     score_sum: float
 
 
-def seed_forward(*numbers: int) -> None:
-    """For what a model draws in forward (dropout): the same for the same numbers, as the seed and the rank."""
-    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
+def seed_forward(seed: int, rank: int, step: int) -> None:
+    """What a model draws in forward (dropout) differs from rank to rank and from step to step, and is the same in
+    every run, resumed ones too, and for every method."""
+    torch.manual_seed(int(np.random.SeedSequence((seed, rank, step)).generate_state(1, np.uint64)[0]))
 
 
 def train_step(worker: Worker, shard: Shard) -> StepResult:
