@@ -313,7 +313,7 @@ def test_why_the_root_is_slow_is_said_only_if_it_is() -> None:
     assert "3.0 times as long" in said
     assert "67% of the step on communication" in said
     same = [row("gather-scatter", 4, *STEADY), row("all-reduce", 4, *STEADY)]
-    assert "the link is not what limits this run" in answers.root_exchange(same, {})
+    assert "the link does not decide here" in answers.root_exchange(same, {})
     assert answers.root_exchange([row("ddp", 2, 1.0)], {}).startswith("Not answered")
 
 

@@ -65,8 +65,8 @@ def root_exchange(rows: Rows, _: Mapping[str, Rows]) -> str:
     ratio = _time(slowest) / _time(flat)
     if inside_spread(slowest.seconds, flat.seconds, ("", "")) is not None or ratio <= 1:
         return (
-            f"{text}; yet here the step is not slower than with {flat.method} ({_step(slowest)} and {_step(flat)}): "
-            "the link is not what limits this run."
+            f"{text}; yet here the step is not clearly slower than with {flat.method} "
+            f"({_step(slowest)} and {_step(flat)}): the link does not decide here."
         )
     share = _communication(slowest)
     spent = f" and spends {share:.0%} of the step on communication" if share is not None else ""
