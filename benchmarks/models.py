@@ -59,7 +59,7 @@ def main() -> None:
         lines.append(f"| {model} | {BATCH_PER_WORKER[model]} | {rates} | {unit} | {said} |")
         if apart > SAME * abs(losses[0]):
             differing.append(f"{model}: losses differ: {dict(zip(METHODS, losses, strict=True))}")
-    write_result("models", [*lines, *differing], save=given.save)
+    write_result("models", [*lines, "", *differing], save=given.save)
     if differing:
         sys.exit(1)
 
