@@ -34,11 +34,11 @@ from syncline.errors import (
 from syncline.launcher import connect, coordinator
 from syncline.launcher.coordinator import Coordinator, Limits
 from syncline.launcher.environment import placement_from_environment
-from syncline.launcher.frames import Connection
 from syncline.launcher.local import listening
 from syncline.launcher.member import Membership
 from syncline.launcher.nodes import Node
 from syncline.launcher.route import Route, find_route, parse_rendezvous
+from syncline.launcher.wire import Connection
 from syncline.spans import read_log
 from syncline.store import RunFolder
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from syncline.errors import UsageError
-from syncline.launcher.frames import Connection
 from syncline.launcher.route import Route
+from syncline.launcher.wire import Connection
 
 _ATTEMPT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.2

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from syncline.errors import HostError, Interrupted, SynclineError, UsageError
-from syncline.launcher.frames import Connection, Message, NotAFrame, close_now
-from syncline.launcher.messages import describe, restore
+from syncline.launcher.wire import Connection, Message, NotAFrame, close_now, describe, restore
 
 BEAT_SECONDS = 1.0
 _ECHO_SECONDS = 3.0

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.errors import Interrupted, UsageError
 from syncline.launcher import watch
-from syncline.launcher.sending import pack, unpack
+from syncline.launcher.wire import pack, unpack
 
 if TYPE_CHECKING:
     from syncline.launcher.agent import Director, Place

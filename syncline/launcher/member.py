@@ -20,10 +20,9 @@ from syncline.launcher.agent import Attempt
 from syncline.launcher.alone import restart_line
 from syncline.launcher.connect import connect
 from syncline.launcher.coordinator import BEAT_SECONDS, Coordinator, Limits
-from syncline.launcher.frames import Connection, Message, NotAFrame
 from syncline.launcher.local import signal_words
-from syncline.launcher.messages import describe, restore
 from syncline.launcher.route import Route
+from syncline.launcher.wire import Connection, Message, NotAFrame, describe, restore
 
 _LOOK_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Literal
 
 from syncline.errors import CommunicationError, ContractError, UsageError
-from syncline.launcher.sending import pack, unpack
+from syncline.launcher.wire import pack, unpack
 
 State = Literal["running", "finished", "raised", "stopped", "killed"]
 Kind = Literal["", "own", "communication"]

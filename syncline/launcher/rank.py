@@ -16,7 +16,7 @@ from syncline.launcher import watch
 from syncline.launcher.environment import LAUNCHER_VARIABLE, is_rank_variable, placement_from_environment
 from syncline.launcher.machine import keep_freed_memory
 from syncline.launcher.outcome import OutcomeFile
-from syncline.launcher.sending import pack, unpack
+from syncline.launcher.wire import pack, unpack
 
 
 class Terminal:
