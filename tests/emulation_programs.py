@@ -69,6 +69,7 @@ def hold(ready: str) -> None:
         for host in range(2):
             cluster.popen(host, [sys.executable, __file__, "daemon"]).wait(20)
             cluster.popen(host, ["sh", "-c", "echo mine > /dev/shm/segment; sleep 300"])
+            cluster.call(host, time.sleep, 300)
         Path(ready).write_text("ready")
         time.sleep(300)
 
@@ -97,6 +98,7 @@ def two_hosts() -> None:
             cluster.cut(1)
             cluster.restore(1)
             cluster.set_rate(0, 1e7)
+            assert cluster.call(0, os.uname).result(20).nodename == "host0"
     except SynclineError as error:
         print(error)
         sys.exit(error.exit_code)

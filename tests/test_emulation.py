@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import emulation_programs
 import pytest
 from conftest import MARK, killed_at_end, living_pids, marked_processes, read_quietly, wait_until
 
-from syncline.errors import SynclineError, UsageError
+from syncline.errors import HostError, RankFailed, SynclineError, UsageError
 from syncline.launcher.emulation import EmulatedCluster, HostProcess
 from syncline.launcher.emulation.links import host_address, parse_links, shape_of
 from syncline.resolve import choose_method
@@ -125,6 +125,77 @@ def test_programs_end_with_their_exit_code_or_signal(cluster: EmulatedCluster) -
         cluster.popen(0, ["no-such-program"])
 
 
+def surroundings(word: str) -> dict[str, object]:
+    print(sys.stdin.read(), flush=True)
+    return {
+        "word": word,
+        "variables": sorted(os.environ),
+        "folder": str(Path.cwd()),
+        "name": os.uname().nodename,
+        "own group": os.getpgid(0) == os.getpid(),
+        "files": sorted(int(name) for name in os.listdir("/proc/self/fd"))[:-1],  # the last one is that folder
+    }
+
+
+def test_function_runs_on_a_host_and_its_result_comes_back(cluster: EmulatedCluster, tmp_path: Path) -> None:
+    process = cluster.call(
+        2, surroundings, "given", cwd=tmp_path, env={"WORD": "hello"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"typed")
+    process.stdin.close()
+    assert process.result(20) == {
+        "word": "given",
+        "variables": ["GLOO_SOCKET_IFNAME", "WORD"],
+        "folder": str(tmp_path),
+        "name": "host2",
+        "own group": True,
+        "files": [0, 1, 2, 3],
+    }
+    assert (process.stdout.read(), process.returncode) == (b"typed\n", 0)
+    process.close()
+
+
+def refuse() -> None:
+    raise UsageError("this cannot be.", action="Try that.", rank=3, step=7)
+
+
+def test_error_of_a_function_comes_back_as_it_was(cluster: EmulatedCluster) -> None:
+    process = cluster.call(1, refuse)
+    with pytest.raises(UsageError) as told:
+        process.result(20)
+    assert str(told.value) == "[rank 3 on host host1, step 7] this cannot be. Try that."
+    assert process.returncode == UsageError.exit_code
+    with pytest.raises(RankFailed, match="failed on host0: ZeroDivisionError: division by zero") as failed:
+        cluster.call(0, lambda: 1 / 0).result(20)
+    assert "in <lambda>" in failed.value.traceback_text
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda: os._exit(5), "host0 ended with exit code 5 before it had a result"),
+        (lambda: sys.exit(4), "host0 ended with exit code 4"),
+        (lambda: signal.raise_signal(signal.SIGKILL), "host0 was killed by SIGKILL"),
+        (lambda: signal.raise_signal(signal.SIGTERM), "host0 was killed by SIGTERM"),
+    ],
+)
+def test_function_that_ends_without_a_result_says_how(
+    function: Callable[[], object], words: str, cluster: EmulatedCluster
+) -> None:
+    with pytest.raises(HostError, match=words):
+        cluster.call(0, function).result(20)
+
+
+def test_modules_are_loaded_once_for_all_hosts() -> None:
+    """By a process that does not run on any of them; a module that cannot be loaded is no reason to fail."""
+    with EmulatedCluster(2, [1e9, 1e9], preload=["colorsys", "no_such_module"]) as cluster:
+        processes = [cluster.call(host, lambda: "colorsys" in sys.modules) for host in range(2)]
+        assert [process.result(20) for process in processes] == [True, True]
+    assert "colorsys" not in sys.modules
+
+
 def test_input_environment_and_folder_reach_the_program(cluster: EmulatedCluster, tmp_path: Path) -> None:
     process = cluster.popen(
         2, ["sh", "-c", "cat; echo $WORD $GLOO_SOCKET_IFNAME; pwd"], cwd=tmp_path,
@@ -185,7 +256,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
         wait_until(ready.exists, 30, "the cluster is up")
         pids = of_session(mark)
         networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
-        assert len(pids) >= 8, "launcher, switch, 2 first processes, 2 sleepers, 2 daemons"
+        assert len(pids) >= 10, "launcher, switch, 2 first processes, 4 sleepers, 2 daemons"
         assert len(networks) == 4, "ours, the switch's, two hosts'"
     wait_until(lambda: not of_session(mark), 10, "every process ends")
     networks.remove(os.readlink("/proc/self/ns/net"))

@@ -16,12 +16,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher.emulation import messages
+from syncline.launcher.emulation.calling import write_order
 from syncline.launcher.emulation.links import (
     INTERFACE,
     MOST_HOSTS,
@@ -36,9 +37,10 @@ _END_SECONDS = 10.0
 
 
 class EmulatedCluster:
-    """`links` are rates in bits per second, one a host (see links.parse_links)."""
+    """`links` are rates in bits per second, one a host (see links.parse_links). `preload` names modules that are
+    loaded once, before the hosts are made; functions that run on them (see `call`) then need not load them."""
 
-    def __init__(self, hosts: int, links: Sequence[float]) -> None:
+    def __init__(self, hosts: int, links: Sequence[float], *, preload: Sequence[str] = ()) -> None:
         if not 1 <= hosts <= MOST_HOSTS:
             raise UsageError(f"{hosts} hosts cannot be emulated.", action=f"Take 1 to {MOST_HOSTS}.")
         if len(links) != hosts:
@@ -49,6 +51,7 @@ class EmulatedCluster:
             raise UsageError(f"hosts cannot be emulated on {sys.platform}.", action="Use Linux.")
         self.num_hosts = hosts
         self.links = list(links)
+        self._preload = tuple(preload)
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
         self._switch: subprocess.Popen[bytes] | None = None
@@ -58,7 +61,8 @@ class EmulatedCluster:
         pairs = [socket.socketpair() for _ in range(1 + self.num_hosts)]
         self._connections = [ours for ours, _ in pairs]
         theirs = [connection.fileno() for _, connection in pairs]
-        command = program("syncline.launcher.emulation.switch", *map(str, theirs), *map(str, self.links))
+        words = [self.num_hosts, *theirs, *self.links, *self._preload]
+        command = program("syncline.launcher.emulation.switch", *map(str, words))
         try:
             # A session of its own: Ctrl-C is for the launcher, which then ends the hosts in good order.
             self._switch = subprocess.Popen(
@@ -113,18 +117,42 @@ class EmulatedCluster:
         use the host's link, whatever the environment says about interfaces outside.
         """
         words = [os.fspath(word) for word in command]
+        return self._start(host, {"command": words}, words, Streams(stdin, stdout, stderr), env=env, cwd=cwd)
+
+    def call(
+        self, host: int, function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None, stdin: Any = None, stdout: Any = None, stderr: Any = None,
+    ) -> HostProcess:  # fmt: skip
+        """Start a Python function on a host; `result()` of what this returns waits for its value or error.
+
+        It runs in a process of its own, forked from one that has loaded what `preload` names. Function, arguments and
+        result are pickled by cloudpickle. The exit code is 0, that of the SynclineError it raised, or 1.
+        """
+        order = write_order(function, args)
+        name = getattr(function, "__qualname__", str(function))
+        try:
+            return self._start(
+                host, {"path": sys.path}, [name], Streams(stdin, stdout, stderr), env=env, cwd=cwd, order=order
+            )  # fmt: skip
+        except BaseException:
+            os.close(order)
+            raise
+
+    def _start(
+        self, host: int, what: dict[str, Any], words: list[str], streams: Streams, *,
+        env: Mapping[str, str] | None, cwd: str | os.PathLike[str] | None, order: int | None = None,
+    ) -> HostProcess:  # fmt: skip
         request = {
             "do": "start",
-            "command": words,
+            **what,
             "environment": {**(os.environ if env is None else env), "GLOO_SOCKET_IFNAME": INTERFACE},
             "folder": os.fspath(cwd) if cwd is not None else os.getcwd(),
         }
-        streams = Streams(stdin, stdout, stderr)
         ours, theirs = socket.socketpair()
         try:
             files = [streams.stdin, streams.stdout, streams.stderr, theirs.fileno()]
             with self._lock, self._explained(host):
-                messages.send(self._host(host), request, files)
+                messages.send(self._host(host), request, files if order is None else [*files, order])
         except BaseException:
             ours.close()
             raise
@@ -132,7 +160,7 @@ class EmulatedCluster:
             streams.close_theirs()
             theirs.close()
         with self._explained(host):
-            process = started(host, words, ours)
+            process = started(host, words, ours, order)
         for name, file in streams.ours.items():
             setattr(process, name, file)
         self._processes = [one for one in self._processes if one.returncode is None] + [process]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.launcher.emulation import messages
+from syncline.launcher.emulation.calling import run_order
 from syncline.launcher.emulation.links import host_address, host_name
 from syncline.launcher.emulation.namespaces import keep_mounts_private, mount_file, mount_fresh, quieten_ipv6
 
@@ -49,10 +50,11 @@ def _name_the_hosts(num_hosts: int) -> None:
 class Keeper:
     """Serves the launcher's requests on `control` until that, or one of the `watched` processes, ends."""
 
-    def __init__(self, control: socket.socket, watched: Sequence[int]) -> None:
+    def __init__(self, host: int, control: socket.socket, watched: Sequence[int]) -> None:
+        self._host = host
         self._control = control
         self._watched = watched
-        self._children: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}
+        self._children: dict[int, socket.socket] = {}
 
     def run(self) -> None:
         woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -84,26 +86,29 @@ class Keeper:
         return True
 
     def _start(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        status = socket.socket(fileno=descriptors.pop())
-        stdin, stdout, stderr = descriptors
+        streams, status = descriptors[:3], socket.socket(fileno=descriptors[3])
         try:
-            child = subprocess.Popen(
-                request["command"], env=request["environment"], cwd=request["folder"],
-                stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True,
-            )  # fmt: skip
+            pid = _execute(request, streams) if "command" in request else self._fork(request, streams, descriptors[4])
         except OSError as error:
             told = {"errno": error.errno, "message": error.strerror, "file": str(error.filename)}
             with status, contextlib.suppress(OSError):
                 messages.send(status, told)
         else:
-            self._children[child.pid] = (child, status)
-            process = os.pidfd_open(child.pid)
+            self._children[pid] = status
+            process = os.pidfd_open(pid)
             with contextlib.suppress(OSError):
-                messages.send(status, {"pid": child.pid}, [process])
+                messages.send(status, {"pid": pid}, [process])
             os.close(process)
         finally:
-            for descriptor in descriptors:
+            for descriptor in (*streams, *descriptors[4:]):
                 os.close(descriptor)
+
+    def _fork(self, request: dict[str, Any], streams: list[int], order: int) -> int:
+        """A copy of this process, with all that it has loaded, in place of a fresh interpreter."""
+        pid = os.fork()
+        if pid == 0:
+            run_order(self._host, request, streams, order)
+        return pid
 
     def _reap(self) -> None:
         """Our own children, and the orphans of others that the kernel hands to process 1."""
@@ -115,7 +120,15 @@ class Keeper:
             if pid == 0:
                 return
             if pid in self._children:
-                child, connection = self._children.pop(pid)
-                child.returncode = os.waitstatus_to_exitcode(status)
-                with connection, contextlib.suppress(OSError):
-                    messages.send(connection, {"exit_code": child.returncode})
+                with self._children.pop(pid) as connection, contextlib.suppress(OSError):
+                    messages.send(connection, {"exit_code": os.waitstatus_to_exitcode(status)})
+
+
+def _execute(request: dict[str, Any], streams: list[int]) -> int:
+    stdin, stdout, stderr = streams
+    child = subprocess.Popen(
+        request["command"], env=request["environment"], cwd=request["folder"],
+        stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True,
+    )  # fmt: skip
+    child.returncode = 0  # the keeper reaps it itself, with all others
+    return child.pid

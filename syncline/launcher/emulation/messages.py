@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _HEADER_BYTES = 4
-_MOST_DESCRIPTORS = 4
+_MOST_DESCRIPTORS = 5
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:

@@ -17,6 +17,7 @@ _MS_BIND = 4096
 _MS_REC = 16384
 _MS_PRIVATE = 1 << 18
 _PR_SET_CHILD_SUBREAPER = 36
+_CAPABILITY_VERSION = 0x20080522
 _CAP_NET_ADMIN = 12
 _CAP_SYS_ADMIN = 21
 
@@ -45,13 +46,20 @@ def is_privileged() -> bool:
 def become_privileged() -> None:
     """A user namespace in which this process may do what root may outside; its user and group keep their numbers.
 
-    The privileges end with the next exec, so programs that run on emulated hosts do not have them.
+    The privileges end with the next exec, so programs that run on emulated hosts do not have them; a process that is
+    forked without one drops them itself.
     """
     user, group = os.geteuid(), os.getegid()
     unshare(NEW_USER)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
     Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+
+
+def drop_privileges() -> None:
+    """As the next exec would: root keeps them, everybody else has none."""
+    if os.geteuid() != 0:
+        _call("capset", (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)())
 
 
 def keep_mounts_private() -> None:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from syncline.launcher.emulation import messages
+from syncline.launcher.emulation.calling import read_answer, result_of
 
 
 class HostProcess:
     """`stdout` and `stderr` are binary files where a pipe was asked for, else None. Any thread may call its methods;
     none of them depends on the thread that started the program."""
 
-    def __init__(self, host: int, command: list[str], status: socket.socket, process: int) -> None:
+    def __init__(self, host: int, command: list[str], status: socket.socket, process: int, order: int | None) -> None:
         self.host = host
         self.args = command
         self.stdin: IO[bytes] | None = None
@@ -30,6 +31,8 @@ class HostProcess:
         self.returncode: int | None = None
         self._status = status
         self._process = process
+        self._order = order
+        self._answer = b""
         self._lock = threading.Lock()
         self.pid = _pid_of(process)
         """As seen from outside the host; inside, processes have numbers of their own."""
@@ -56,6 +59,11 @@ class HostProcess:
                     self._take_exit_code()
         return self.returncode
 
+    def result(self, timeout: float | None = None) -> Any:
+        """What the function that `call` started has returned, once it ends; raises what it raised."""
+        exit_code = self.wait(timeout)
+        return result_of(self._answer, exit_code, self.host)
+
     def send_signal(self, number: int) -> None:
         """To this program alone. Nothing happens if it has ended already."""
         with self._lock, contextlib.suppress(ProcessLookupError):
@@ -76,13 +84,16 @@ class HostProcess:
 
     def _take_exit_code(self) -> None:
         told, _ = messages.receive(self._status)
+        if self._order is not None:
+            self._answer = read_answer(self._order)
+            os.close(self._order)
         # The host's first process tells of every end; where it could not, it has been killed with all the rest.
         self.returncode = -signal.SIGKILL if told is None else int(told["exit_code"])
         self._status.close()
         os.close(self._process)
 
 
-def started(host: int, command: list[str], status: socket.socket) -> HostProcess:
+def started(host: int, command: list[str], status: socket.socket, order: int | None) -> HostProcess:
     """What the host answers to a request to start a program."""
     told, descriptors = messages.receive(status)
     if told is None:
@@ -91,7 +102,7 @@ def started(host: int, command: list[str], status: socket.socket) -> HostProcess
     if "errno" in told:
         status.close()
         raise OSError(told["errno"], told["message"], told["file"])
-    return HostProcess(host, command, status, descriptors[0])
+    return HostProcess(host, command, status, descriptors[0], order)
 
 
 class Streams:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
+import importlib
 import os
 import select
 import signal
@@ -40,14 +42,21 @@ class Refused(Exception):
 
 
 def main(arguments: list[str]) -> None:
-    """`control host0 host1 … rate0 rate1 …`: descriptors of connections to the launcher, then bits per second."""
+    """`N control host0 … rate0 … module …`: the number of hosts, descriptors of connections to the launcher, bits per
+    second, and modules that every host starts with."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     launcher = os.pidfd_open(os.getppid())
-    num_hosts = (len(arguments) - 1) // 2
+    num_hosts = int(arguments.pop(0))
     control, *hosts = (socket.socket(fileno=int(text)) for text in arguments[: 1 + num_hosts])
-    rates = [float(text) for text in arguments[1 + num_hosts :]]
+    rates = [float(text) for text in arguments[1 + num_hosts : 1 + 2 * num_hosts]]
     children: list[int] = []
     try:
+        with _step("a network namespace cannot be made", _ALLOW):
+            ns.adopt_orphans()
+            if not ns.is_privileged():
+                ns.become_privileged()  # before modules start threads, with which it is refused
+            ns.unshare(ns.NEW_NET)
+        _preload(arguments[1 + 2 * num_hosts :])
         _set_up(control, hosts, rates, launcher, children)
     except Refused as refusal:
         with contextlib.suppress(OSError):
@@ -57,14 +66,17 @@ def main(arguments: list[str]) -> None:
         _wait_for(children)
 
 
+def _preload(modules: list[str]) -> None:
+    """Hosts are forked from this process, and what they run in Python from them: nobody loads these again."""
+    for module in modules:
+        with contextlib.suppress(ImportError):  # whoever needs it will say so
+            importlib.import_module(module)
+    gc.freeze()  # or the first collection of each copy would touch, and so copy, every page
+
+
 def _set_up(
     control: socket.socket, hosts: list[socket.socket], rates: list[float], launcher: int, children: list[int]
 ) -> None:
-    with _step("a network namespace cannot be made", _ALLOW):
-        ns.adopt_orphans()
-        if not ns.is_privileged():
-            ns.become_privileged()
-        ns.unshare(ns.NEW_NET)
     for number, connection in enumerate(hosts):
         others = [control, *hosts[number + 1 :]]
         children.append(_start_host(number, len(hosts), connection, others, launcher))
@@ -156,7 +168,7 @@ def _become_host(number: int, num_hosts: int, connection: socket.socket, watched
         furnish(number, num_hosts)
         os.write(telling, b"ready yes\n")
         os.close(telling)
-        Keeper(connection, watched).run()
+        Keeper(number, connection, watched).run()
         code = 0
     except OSError as error:
         with contextlib.suppress(OSError):
