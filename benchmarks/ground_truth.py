@@ -31,9 +31,9 @@ from typing import Any
 
 from support import write_result
 
+from syncline.events import read_events
 from syncline.launcher.emulation.links import INTERFACE
 from syncline.measure.breakdown import break_down, summarise
-from syncline.measure.events import read_events
 from syncline.plan import Plan
 
 LINK_MBIT = 200

@@ -10,7 +10,7 @@ but the last second can be read; a line cut short is the only damage possible.
     {"seq": 10, "kind": "loss", "value": 2.302, "samples": 64, "step": 3}
 
 A pack record is time that the computing thread spent on copying gradients into or out of a bucket, or on dividing
-them: `busy` nanoseconds in all between start and end. `measure/events.py` reads the files of all ranks.
+them: `busy` nanoseconds in all between start and end. `events.py` puts the files of all ranks together.
 
 Times are nanoseconds. Measuring is a span around the code; no algorithm holds a timer.
 """
@@ -122,14 +122,22 @@ class Span:
         self.log.add("phase", name=self.name, start=self.start, end=time.monotonic_ns())
 
 
+def read_records(path: Path) -> Iterator[Record | None]:
+    """What one rank's file holds, in order; None for a record that is cut short or damaged. Nothing else knows how
+    records are stored."""
+    for line in path.read_bytes().split(b"\n"):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        yield record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
+
+
 def read_log(path: Path) -> list[Record]:
-    """The records of one rank's file, header first. A last line cut short by a crash is left out."""
-    records = []
-    with path.open() as file:
-        for line in file:
-            if line.endswith("\n"):
-                records.append(json.loads(line))
-    return records
+    """The records of one rank's file that are whole, header first."""
+    return [record for record in read_records(path) if record is not None]
 
 
 @contextmanager

@@ -11,6 +11,9 @@
       summary.json      the result, once there is one
 
 Every file is written aside and renamed, so it is whole or absent. Logs grow line by line.
+
+`RunFolder` is for those who write a run, `Run` (from `load_run`) for those who read it: each file once, when it is
+first asked for.
 """
 
 from __future__ import annotations
@@ -25,12 +28,19 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
+from html import escape
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncline.errors import RunFolderError
+from syncline.events import NO_EVENTS, Events, read_events
+from syncline.marks import Mark, marks_of
 from syncline.plan import Plan, load_plan
+
+if TYPE_CHECKING:
+    import polars
 
 FORMAT = 1
 ROOT = Path("runs")
@@ -100,6 +110,104 @@ class RunFolder:
             self.path.mkdir()
             for folder in self.made:
                 folder.rmdir()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, read from its folder. A run that crashed or goes on still gives what it has."""
+
+    path: Path
+
+    @cached_property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.path)
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.folder.plan()
+
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        return self.folder.info()
+
+    @cached_property
+    def machine(self) -> dict[str, Any]:
+        return self.folder.machine()
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The result; empty as long as there is none."""
+        return self.folder.summary() or {}
+
+    @property
+    def kind(self) -> str:
+        """train, compare, verify, probe, record or function."""
+        return str(self.info.get("kind", ""))
+
+    @property
+    def status(self) -> str:
+        """running, finished, failed or stopped."""
+        return str(self.info.get("status", ""))
+
+    @cached_property
+    def marks(self) -> list[Mark]:
+        """What a reader must know beside the result: as noted when it ended; by the same rule for older runs."""
+        noted = [Mark.parse(text) for text in self.summary.get("marks", ())]
+        # Where another launcher placed the ranks, the plan does not know of several hosts, but their logs do.
+        hosts = {info.host for info in self._logged.ranks.values()}
+        machines = len(hosts) if self.plan.hosts == 1 and hosts else None
+        ruled = marks_of(self.plan, self.machine["cores"], self.summary.get("link"), machines=machines)
+        kinds = {mark.kind for mark in noted}
+        return [*(mark for mark in ruled if mark.kind not in kinds), *noted]
+
+    @cached_property
+    def events(self) -> Events:
+        """The event logs of all ranks, by method and step. Raises RunFolderError where there are none."""
+        return read_events(self.path)
+
+    def table(self) -> polars.DataFrame:
+        """Every record of every rank as one tidy frame, times on rank 0's clock; empty where no rank wrote any."""
+        return self._table
+
+    @cached_property
+    def _table(self) -> polars.DataFrame:
+        return self._logged.table()
+
+    @property
+    def _logged(self) -> Events:
+        try:
+            return self.events
+        except RunFolderError:
+            return NO_EVENTS
+
+    def losses(self) -> polars.DataFrame:
+        """step, loss (mean over the global batch) and samples of every step of a training that all ranks finished."""
+        import polars
+
+        noted = self.table().filter(polars.col("kind") == "loss").sort("session", maintain_order=True)
+        last = noted.unique(["rank", "step"], keep="last")  # a resumed run repeats steps
+        total = polars.col("samples").sum()
+        by_step = last.group_by("step").agg(
+            (polars.col("value") * polars.col("samples")).sum().truediv(total).alias("loss"),
+            total,
+            polars.len().alias("ranks"),
+        )
+        return by_step.filter(polars.col("ranks") == polars.col("ranks").max()).drop("ranks").sort("step")
+
+    def _repr_html_(self) -> str:
+        plan = self.plan
+        facts = {
+            "run": self.path, "kind": self.kind, "status": self.status, "model": plan.model, "data": plan.data,
+            "method": plan.method, "workers": plan.workers, "global batch": plan.global_batch,
+            "marks": "; ".join(map(str, self.marks)) or "none",
+        }  # fmt: skip
+        rows = "".join(f"<tr><th>{name}</th><td>{escape(str(value))}</td></tr>" for name, value in facts.items())
+        return f"<table>{rows}</table>"
+
+
+def load_run(path: Path | str | None = None, *, kind: str | None = None) -> Run:
+    """The run at a path, or the last one (of a kind) under runs/. A folder of a newer format is refused."""
+    return Run(open_run(Path(path) if path is not None else None, kind=kind).path)
 
 
 def create_run(

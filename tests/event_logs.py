@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from syncline.measure.events import Pack, Phase, RankStep, Step, Transfer
+from syncline.events import Pack, Phase, RankStep, Step, Transfer
 from syncline.spans import FORMAT
 
 MS = 1_000_000

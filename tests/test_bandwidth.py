@@ -14,8 +14,8 @@ from syncline.collectives.execute import Executor
 from syncline.collectives.patterns import PATTERNS, make_schedule
 from syncline.comm.communicator import Communicator
 from syncline.comm.counters import TrafficCounter
+from syncline.events import Events, Phase, RankInfo, RankStep, Step, Transfer
 from syncline.measure.bandwidth import Bandwidth, bandwidth, find_link, transfer_seconds
-from syncline.measure.events import Events, Phase, RankInfo, RankStep, Step, Transfer
 from syncline.measure.memory import memory
 from syncline.measure.theory import Wire, wire_of
 from syncline.plan import Plan, parse_plan

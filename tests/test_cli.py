@@ -82,10 +82,10 @@ def test_help_of_each_verb_names_its_options(verb: str, cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["methods"], ["train", "--method", "x"]])
-def test_quick_answers_load_no_torch(arguments: list[str], tmp_path: Path) -> None:
+def test_quick_answers_load_neither_torch_nor_frames(arguments: list[str], tmp_path: Path) -> None:
     code = (
         f"import sys; sys.argv = ['syncline', *{arguments}]; from syncline.cli import main\n"
-        "try:\n    main()\nexcept SystemExit:\n    pass\nsys.exit('torch' in sys.modules)"
+        "try:\n    main()\nexcept SystemExit:\n    pass\nsys.exit(bool({'torch', 'polars'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

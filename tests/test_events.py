@@ -9,7 +9,7 @@ import pytest
 from event_logs import MS, header, phase, span, transfer, whole_step, write_log
 
 from syncline.errors import RunFolderError
-from syncline.measure.events import read_events
+from syncline.events import read_events
 from syncline.spans import FORMAT
 
 

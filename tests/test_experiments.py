@@ -15,6 +15,7 @@ from helpers import on_threads
 
 from syncline.comm import Communicator
 from syncline.errors import PlanError
+from syncline.marks import STRETCHED
 from syncline.measure.capacity import fitted, in_child, ladder
 from syncline.measure.sampler import compare_epochs, epochs_of_samplers
 from syncline.measure.travels import CASES, Case, _row, distance, experiment, live, travels
@@ -161,7 +162,7 @@ def test_rows_get_the_link_of_a_probe_with_as_many_workers() -> None:
           for method, count in (("ddp", 2), ("ddp", 4), ("shared-memory", 2))),
     ]  # fmt: skip
     two, four, memory = (row.figures for row in with_links(rows)[2:])
-    shared = with_links([replace(rows[1], marks=("stretched: compute shares cores",)), rows[2]])[1].figures
+    shared = with_links([replace(rows[1], marks=(STRETCHED,)), rows[2]])[1].figures
     assert "probe_bytes_per_s" not in shared, "ranks that share cores reach no bound"
     assert (two["link_bytes_per_s"], two["probe_bytes_per_s"]) == (5.0, 2.0)
     assert "link_bytes_per_s" not in four

@@ -8,7 +8,7 @@ import pytest
 
 from syncline.errors import UsageError
 from syncline.launcher.emulation import EmulatedCluster, honesty
-from syncline.launcher.emulation.honesty import STRETCHED, LinkCheck, estimated_bytes, marks
+from syncline.launcher.emulation.honesty import LinkCheck, estimated_bytes
 from syncline.launcher.machine import available_bytes
 
 
@@ -43,23 +43,6 @@ def test_link_below_nine_tenths_of_its_rate_is_said(measured: list[float], note:
     check = LinkCheck([1e9, 1e9], measured)
     assert check.note == note
     assert check.line == (note or "links carried 910 Mbit/s to 950 Mbit/s when all hosts sent at once")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "threads", "replayed", "expected"),
-    [(2, 1, False, []), (3, 1, False, [STRETCHED]), (1, 4, False, [STRETCHED]), (8, 1, True, [])],
-)
-def test_more_threads_than_cores_are_marked_unless_compute_is_replayed(
-    ranks: int, threads: int, replayed: bool, expected: list[str]
-) -> None:
-    assert marks(ranks=ranks, threads=threads, cores=2, replayed=replayed) == expected
-
-
-def test_slow_link_is_a_mark_too() -> None:
-    slow = LinkCheck([1e10], [2e9]).as_dict()
-    found = marks(ranks=9, threads=1, cores=2, replayed=False, link=slow)
-    assert found == [STRETCHED, slow["note"]]
-    assert marks(ranks=1, threads=1, cores=2, replayed=False, link=LinkCheck([1e9], [1e9]).as_dict()) == []
 
 
 def test_memory_is_estimated_and_too_little_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

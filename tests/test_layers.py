@@ -13,7 +13,7 @@ import syncline
 PACKAGE = Path(syncline.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = ("errors", "units", "forms", "words", "plan", "spans")
+GROUND = ("errors", "units", "forms", "words", "plan", "spans", "events", "marks")
 STAGES = (
     "launcher",
     "comm",

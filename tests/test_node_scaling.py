@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from syncline.launcher.emulation.honesty import estimated_bytes
+from syncline.marks import ON_LINKS, ON_LOOPBACK, REPLAYED, Mark
 from syncline.plan import load_plan
 from syncline.store import create_run
 from syncline.study.cells import Cell, Ground, expand
@@ -16,7 +17,7 @@ from syncline.study.estimate import Estimate, estimate
 from syncline.study.figures import build_figure
 from syncline.study.file import Figure, Table, load_study, parse_study
 from syncline.study.fits import fit_law
-from syncline.study.results import ON_LINKS, ON_LOOPBACK, REPLAYED, best_points, rows_of
+from syncline.study.results import best_points, rows_of
 from syncline.study.rows import Row, baseline_of
 from syncline.study.scalability import SCALABILITY, describe
 from syncline.study.tables import build_table
@@ -169,7 +170,7 @@ def test_strong_scaling_replays_another_batch_on_every_size_and_still_has_a_base
 
 
 @pytest.mark.parametrize(("hosts", "mark"), [(1, ON_LOOPBACK), (2, ON_LINKS)])
-def test_rows_of_a_replayed_cell_say_so(tmp_path: Path, hosts: int, mark: str) -> None:
+def test_rows_of_a_replayed_cell_say_so(tmp_path: Path, hosts: int, mark: Mark) -> None:
     link = {"hosts": 2, "link": "1gbit"} if hosts > 1 else {}
     plan = load_plan(
         None, {"model": "resnet50", "compute": "replay:x", "workers": 2, "global_batch": 8, "steps": 1, **link}
@@ -178,7 +179,7 @@ def test_rows_of_a_replayed_cell_say_so(tmp_path: Path, hosts: int, mark: str) -
     entry = {"label": "bucketed", "method": "bucketed", "workers": 2, "threads": 1, "seconds": [1.0]}
     run.write_summary({"rows": [entry], "marks": ["link: slow"]})
     found = rows_of(Cell("weak", "compare", plan, ("bucketed",), {"threads": 2, "nodes": 2}, 1), run.path)
-    assert found[0].marks == (mark, "link: slow")
+    assert found[0].marks == (mark, Mark("link", "link: slow"))
     assert found[0].point["threads"] == 2, "of the recorded compute, not of the sleeping rank"
     assert found[0].figures["gradient_bytes"] == 4 * 25_557_032
 
@@ -345,7 +346,7 @@ def test_doubts_name_the_model_where_there_are_several() -> None:
 def test_a_mark_of_all_rows_stands_below_the_table_once() -> None:
     spec = Table(title="t", stage="weak", rows=["model", "nodes"], values=["step"])
     alike = [at("vgg16", 1, 1.0, marks=(REPLAYED,)), at("vgg16", 2, 1.0, marks=(ON_LINKS,))]
-    assert (build_table(spec, alike).marks, build_table(spec, alike).warnings) == ([ON_LINKS], [])
+    assert (build_table(spec, alike).marks, build_table(spec, alike).warnings) == ([ON_LINKS.text], [])
     some = build_table(spec, [alike[0], at("vgg16", 2, 1.0)])
     assert [one.rule for one in some.warnings] == ["unreal time"], "it is said which rows it concerns"
 

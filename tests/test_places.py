@@ -69,13 +69,12 @@ def test_shared_memory_is_left_out_between_hosts_unless_it_was_asked_for() -> No
         on_several_hosts(["ddp", "shared-memory"], "ddp,shared-memory")
 
 
-def test_marks_stand_beside_results_of_emulated_hosts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_of_emulated_hosts_know_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(hosts=200, workers=200, threads=1)
+    monkeypatch.setenv(LINK_VARIABLE, json.dumps(LinkCheck([1e9], [5e8]).as_dict()))
     assert marks_beside(plan) == []
     monkeypatch.setenv(EMULATED_VARIABLE, "1")
-    assert marks_beside(plan) == ["stretched: compute shares cores"]
-    monkeypatch.setenv(LINK_VARIABLE, json.dumps(LinkCheck([1e9], [5e8]).as_dict()))
-    assert len(marks_beside(plan)) == 2
+    assert [text.partition(":")[0] for text in marks_beside(plan)] == ["stretched", "link"]
 
 
 def test_weights_are_known_before_a_run_for_models_of_the_table() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from syncline.marks import STRETCHED
 from syncline.study.answers import ANSWERS
 from syncline.study.file import Table
 from syncline.study.rows import Quantity, Row
@@ -74,7 +75,7 @@ def test_no_difference_is_said_and_not_explained() -> None:
 
 
 def test_workers_that_share_cores_are_not_what_is_judged() -> None:
-    shared = ("stretched: compute shares cores",)
+    shared = (STRETCHED,)
     rows = [row(method, count, *[1.0 * count] * 5, marks=shared if count == 4 else ())
             for count in (2, 4) for method in ("data-parallel", "ddp")]  # fmt: skip
     assert say("replicas-or-processes", rows).startswith("On 2 workers")
@@ -133,7 +134,7 @@ def test_the_kind_of_scaling_follows_from_what_stayed_the_same() -> None:
     assert alone.startswith("One global batch")
     assert "weak" not in alone
     assert "shared cores" not in said
-    shared = [weak[0], row("ddp", 4, 2.0, marks=("stretched: compute shares cores",))]
+    shared = [weak[0], row("ddp", 4, 2.0, marks=(STRETCHED,))]
     assert "Some of these workers shared cores" in say("kind-of-scaling", shared)
     assert say("kind-of-scaling", weak[1:]).startswith("Not answered")
 

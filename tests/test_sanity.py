@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from syncline.marks import Mark
 from syncline.measure import sanity
 from syncline.study.rows import Row
 
@@ -58,7 +59,8 @@ def test_other_load_is_told() -> None:
 
 
 def test_marks_become_warnings_also_that_of_a_slow_link() -> None:
-    rows = [Row("s", {"method": "ddp", "workers": 8}, marks=("link: host0 reached 8.7 Gbit/s of 10 Gbit/s",))]
+    mark = Mark.parse("link: host0 reached 8.7 Gbit/s of 10 Gbit/s")
+    rows = [Row("s", {"method": "ddp", "workers": 8}, marks=(mark,))]
     assert [one.text for one in sanity.check_rows(rows)] == [
         "ddp on 8 workers: link: host0 reached 8.7 Gbit/s of 10 Gbit/s."
     ]

@@ -7,11 +7,14 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from event_logs import header, phase, transfer, whole_step, write_log
 
 from syncline import store
 from syncline.errors import RunFolderError
+from syncline.events import COLUMNS
+from syncline.marks import ON_LOOPBACK, STRETCHED
 from syncline.plan import Plan
-from syncline.store import RunFolder, create_run, list_runs, open_run, write_atomic
+from syncline.store import RunFolder, create_run, list_runs, load_run, open_run, write_atomic
 
 PLAN = Plan(workers=2, steps=3)
 
@@ -154,3 +157,103 @@ def test_damaged_run_json_is_named(content: str) -> None:
     (run.path / "run.json").write_text(content)
     with pytest.raises(RunFolderError, match=r"run\.json.*damaged"):
         open_run(run.path)
+
+
+# A run, read.
+
+
+def loss(step: int, value: float, samples: int) -> dict[str, object]:
+    return {"kind": "loss", "value": value, "samples": samples, "step": step, "method": "bucketed"}
+
+
+def logged(path: str = "a") -> RunFolder:
+    """Two ranks, two steps; rank 1 has lost the loss of the second one."""
+    run = make(path)
+    memory = {"kind": "memory", "peak_resident_bytes": 7, "gradients_in_buffers": True, "step": 1}
+    first = [*whole_step(0), loss(0, 2.0, 3), *whole_step(1, 50), loss(1, 1.0, 3), memory]
+    write_log(run.path, 0, [header(0, 2), *first])
+    write_log(run.path, 1, [header(1, 2, host=1), *whole_step(0), loss(0, 4.0, 1), *whole_step(1, 50)])
+    return run
+
+
+def test_run_is_read_with_its_plan_status_and_result() -> None:
+    folder = logged()
+    run = load_run("a")
+    assert (run.plan, run.kind, run.status, run.summary) == (PLAN, "train", "running", {})
+    folder.write_summary({"steps": 2})
+    folder.set_status("finished")
+    assert (load_run("a").status, load_run("a").summary) == ("finished", {"steps": 2})
+    with pytest.raises(RunFolderError, match="not a run folder"):
+        load_run("elsewhere")
+
+
+def test_table_has_one_row_for_each_record_on_one_clock() -> None:
+    logged()
+    table = load_run("a").table()
+    assert table.columns == list(COLUMNS)
+    backward = table.filter(kind="phase", name="backward", rank=1)
+    assert backward.select("host", "step", "method", "start_ns", "seconds").rows() == [
+        (1, 0, "bucketed", 11_000_000, 0.02),
+        (1, 1, "bucketed", 61_000_000, 0.02),
+    ]
+    (bucket,) = table.filter(kind="collective", rank=0, step=0).to_dicts()
+    assert (bucket["label"], bucket["bytes"], bucket["ready_ns"]) == ("bucket 0", 1000, 30_000_000)
+    assert table.filter(kind="memory").select("name", "value").rows() == [
+        ("peak_resident_bytes", 7.0),
+        ("gradients_in_buffers", 1.0),
+    ]
+
+
+def test_table_is_made_once() -> None:
+    logged()
+    run = load_run("a")
+    table = run.table()
+    (run.path / "events" / "rank-0.jsonl").unlink()
+    assert run.table() is table
+
+
+def test_losses_are_means_over_the_global_batch_of_whole_steps() -> None:
+    logged()
+    assert load_run("a").losses().rows() == [(0, 2.5, 4)]
+
+
+def test_step_that_was_repeated_counts_once() -> None:
+    run = make("a")
+    resumed = header(0, 1, wall_ns=2 * 10**18)
+    lines = [header(0, 1), *whole_step(0), loss(0, 9.0, 1), resumed, *whole_step(0, 7), loss(0, 3.0, 1)]
+    write_log(run.path, 0, lines)
+    read = load_run("a")
+    assert read.losses().rows() == [(0, 3.0, 1)]
+    assert read.table().filter(kind="step")["session"].to_list() == [0, 1]
+
+
+def test_crashed_run_gives_what_it_has() -> None:
+    run = make("a")
+    assert load_run("a").table().is_empty()
+    assert load_run("a").losses().is_empty()
+    path = write_log(run.path, 0, [header(0, 1), phase("forward", 0, 1, 2), transfer("bucket 0", 0, 2, 2, 3)])
+    path.write_bytes(path.read_bytes()[:-20])
+    assert load_run("a").table()["name"].to_list() == ["forward"]
+
+
+def test_run_carries_its_marks_whatever_its_summary_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "machine", lambda: {"cores": 2})
+    many = PLAN.replace(workers=8, threads=1)
+    run = create_run(Path("a"), kind="compare", plan=many, label="8")
+    assert load_run("a").marks == [STRETCHED]
+    run.write_summary({"rows": [], "marks": ["stretched: compute shares cores", "link: slow"]})
+    assert [mark.kind for mark in load_run("a").marks] == ["stretched", "link"]
+    run = create_run(Path("b"), kind="compare", plan=many.replace(compute="replay:x"), label="8")
+    run.write_summary({"rows": [], "marks": []})
+    assert load_run("b").marks == [ON_LOOPBACK]
+    run = create_run(Path("c"), kind="train", plan=many.replace(workers=4), label="4")
+    for rank in range(4):
+        write_log(run.path, rank, [header(rank, 4, host=rank // 2)])
+    assert load_run("c").marks == [], "another launcher put two ranks on each of two machines"
+
+
+def test_run_shows_itself_in_a_notebook() -> None:
+    create_run(Path("a"), kind="train", plan=PLAN.replace(model="mine:<Net>"), label="x")
+    page = load_run("a")._repr_html_()
+    assert "<td>mine:&lt;Net&gt;</td>" in page
+    assert "<td>running</td>" in page

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.measure.events import Events, Phase, RankStep, Step, Transfer
+from syncline.events import Events, Phase, RankStep, Step, Transfer
 from syncline.study.timeline import timeline_of
 
 MS = 1_000_000

@@ -12,7 +12,7 @@ from conftest import Cli
 
 from syncline.cli.trace import trace
 from syncline.errors import PlanError
-from syncline.measure.events import Events, Phase, RankInfo, RankStep, Step, Transfer
+from syncline.events import Events, Phase, RankInfo, RankStep, Step, Transfer
 from syncline.measure.explain import explain
 from syncline.report.explain import show_explanation
 from syncline.report.trace import chrome_trace

@@ -17,6 +17,7 @@ from syncline.cli import options
 from syncline.errors import PlanError, RunFolderError
 from syncline.launcher.local import cores
 from syncline.launcher.nodes import JoinedNode, Node, joined
+from syncline.marks import marks_of
 from syncline.plan import Plan
 from syncline.store import RunFolder, create_run
 from syncline.units import format_seconds
@@ -94,13 +95,8 @@ def is_emulated() -> bool:
 
 
 def marks_beside(plan: Plan) -> list[str]:
-    """What must stand beside a result of emulated hosts; nothing elsewhere."""
-    if not is_emulated():
-        return []
-    from syncline.launcher.emulation.honesty import marks
-
-    threads = plan.threads or 1
-    return marks(ranks=plan.workers, threads=threads, cores=cores(), replayed=plan.replayed, link=link_check())
+    """What must stand beside a result."""
+    return [mark.text for mark in marks_of(plan, cores(), link_check())]
 
 
 def link_check() -> dict[str, Any] | None:

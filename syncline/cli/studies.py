@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from syncline.cli import options
+from syncline.cli.nodes import marks_beside
 from syncline.cli.probe import DEFAULT_SIZES
 from syncline.collectives.patterns import PATTERNS, make_schedule
 from syncline.errors import Interrupted, PlanError, RunFolderError, SynclineError, UsageError
-from syncline.launcher.local import cores
-from syncline.measure.events import read_events
+from syncline.events import read_events
 from syncline.plan import Plan
 from syncline.report.page import write_report
 from syncline.report.schedules import schedule_svg
@@ -267,7 +267,7 @@ def _train(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
     from syncline import worker
 
     summary: dict[str, Any] = options.on_ranks(worker.train, (plan, run, False, True), plan, run.logs, 0)
-    summary["marks"] = _marks(plan)
+    summary["marks"] = marks_beside(plan)
     shutil.rmtree(run.checkpoints, ignore_errors=True)  # a study never continues a cell
     return summary
 
@@ -276,16 +276,7 @@ def _compare(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
     from syncline import worker
 
     rows = options.on_ranks(worker.compare, (plan, run, list(cell.methods), True), plan, run.logs, 0)
-    return {"workers": plan.workers, "global_batch": plan.global_batch, "rows": rows, "marks": _marks(plan)}
-
-
-def _marks(plan: Plan) -> list[str]:
-    """What makes times on this machine other than on as many real ones."""
-    if plan.replayed:
-        return []  # the rows say so by themselves
-    if plan.workers * (plan.threads or 1) > cores():
-        return ["stretched: compute shares cores"]
-    return []
+    return {"workers": plan.workers, "global_batch": plan.global_batch, "rows": rows, "marks": marks_beside(plan)}
 
 
 def _verify(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
@@ -310,7 +301,7 @@ def _probe(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
     visits = plan.steps or PROBE_VISITS
     given = (plan, ["gloo", "shared-memory"], list(DEFAULT_SIZES), visits, True)
     rows = options.on_ranks(worker.probe, given, plan, run.logs, 0)
-    return {**summarise(rows, workers=plan.workers), "marks": _marks(plan)}
+    return {**summarise(rows, workers=plan.workers), "marks": marks_beside(plan)}
 
 
 _RUN = {"train": _train, "compare": _compare, "verify": _verify, "function": _function, "probe": _probe}

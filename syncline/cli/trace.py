@@ -26,7 +26,7 @@ def trace(
 
     One track per rank for compute, one for communication, with waits and bytes.
     """
-    from syncline.measure.events import read_events
+    from syncline.events import read_events
     from syncline.report.trace import chrome_trace
 
     first, last = _steps(steps)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from syncline.measure.events import Events, Step, Transfer
+from syncline.events import Events, Step, Transfer
 from syncline.measure.probe import bus_factor, link_rate
 from syncline.measure.theory import ELEMENT_BYTES, Wire, wire_of
 from syncline.plan import Plan

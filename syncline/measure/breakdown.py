@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from syncline.measure.events import RankStep, Step, Transfer
+from syncline.events import RankStep, Step, Transfer
 
 PARTS = ("data", "copy", "forward", "backward", "pack", "wait", "wire", "update", "other")
 PART_OF = {"data": "data", "copy": "copy", "forward": "forward", "score": "forward", "update": "update"}

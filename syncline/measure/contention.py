@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from syncline.measure.events import Events
+from syncline.events import Events
 from syncline.measure.statistics import spread
 from syncline.units import format_seconds
 

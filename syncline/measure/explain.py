@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from syncline.errors import RunFolderError, SynclineError
+from syncline.events import Events, Step, read_events
 from syncline.measure.advice import Advice, Facts, advise, verdict
 from syncline.measure.bandwidth import Bandwidth, bandwidth, find_link
 from syncline.measure.breakdown import (
@@ -24,7 +25,6 @@ from syncline.measure.breakdown import (
     summarise,
 )
 from syncline.measure.contention import COMPUTE, Contention, bare_times, contention
-from syncline.measure.events import Events, Step, read_events
 from syncline.measure.memory import RankMemory, memory
 from syncline.measure.profiler import Profiled, operator_totals
 from syncline.measure.stragglers import Disagreement, Straggler, find_disagreement, find_stragglers

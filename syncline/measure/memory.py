@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from syncline.measure.events import Events
+from syncline.events import Events
 
 FIELDS = ("peak_resident_bytes", "parameter_bytes", "gradient_bytes", "buffer_bytes")
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from syncline.marks import Mark
 from syncline.measure.statistics import spread
 from syncline.units import format_seconds
 
@@ -35,7 +36,7 @@ class Measured(Protocol):
     @property
     def figures(self) -> Mapping[str, Any]: ...
     @property
-    def marks(self) -> tuple[str, ...]: ...
+    def marks(self) -> tuple[Mark, ...]: ...
 
 
 def efficiency_above_one(efficiency: float, what: str) -> Warning | None:
@@ -134,7 +135,7 @@ def _check(row: Measured, what: str) -> list[Warning]:
         found.append(other_load(figures["other_load"], what))
     if "counted" in figures and row.seconds:
         found.append(wrong_denominator(figures["counted"], len(row.seconds), what))
-    found += [unreal_time(mark, what) for mark in row.marks]
+    found += [unreal_time(mark.text, what) for mark in row.marks]
     return [one for one in found if one is not None]
 
 

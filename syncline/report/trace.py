@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from syncline.measure.events import Events, RankStep, Step, Transfer
+from syncline.events import Events, RankStep, Step, Transfer
 
 COMPUTE, COMMUNICATION = 0, 1
 NANOSECONDS = 1000

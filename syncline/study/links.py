@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from syncline.study.rows import STRETCHED, Row
+from syncline.study.rows import Row
 
 IN_MEMORY = ("shared-memory",)
 """Methods whose bytes pass through memory, not through Gloo."""
@@ -32,7 +32,7 @@ def _of(row: Row, probes: Sequence[Row]) -> dict[str, Any]:
         found["link_bytes_per_s"] = rate
     size, whole = row.figures.get("gradient_bytes"), here.get("all_reduce")
     # Ranks that share cores wait for each other's turn in a probe too: what it reached is no bound then.
-    if whole is not None and size and not any(mark.startswith(STRETCHED) for mark in whole.marks):
+    if whole is not None and size and not whole.stretched:
         nearest = min(whole.figures["points"], key=lambda point: abs(point["bytes"] - size))
         found["probe_bytes_per_s"] = nearest["bytes_per_s"]
     return found

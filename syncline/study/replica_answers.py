@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from syncline.measure.sanity import inside_spread
-from syncline.study.rows import BASELINE, STRETCHED, Row
+from syncline.study.rows import BASELINE, Row
 from syncline.study.sweeps import MISSING, Answer, Rows
 from syncline.study.values import VALUES
 from syncline.units import format_bytes, format_seconds
@@ -66,7 +66,7 @@ def _alike(one: Row, other: Row) -> bool:
 
 
 def _shares_cores(row: Row) -> bool:
-    return any(mark.startswith(STRETCHED) for mark in row.marks)
+    return row.stretched
 
 
 def _why(replicas: Row, processes: Row) -> str:

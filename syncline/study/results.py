@@ -8,45 +8,38 @@ from typing import Any
 
 from syncline.errors import RunFolderError
 from syncline.measure.breakdown import break_down, summarise
-from syncline.measure.events import read_events
 from syncline.measure.memory import memory
-from syncline.store import RunFolder
+from syncline.store import Run
 from syncline.study.cells import Cell, Chosen
 from syncline.study.costs import cost_of
 from syncline.study.file import Stage
-from syncline.study.rows import BASELINE, STRETCHED, Row
+from syncline.study.rows import BASELINE, Row
 from syncline.study.values import VALUES
 
-REPLAYED = "replayed: compute is slept"
-ON_LINKS = f"{REPLAYED}, only the network is real"
-ON_LOOPBACK = f"{REPLAYED}, only the exchange over this machine's loopback is real"
 _FROM_PLAN = ("model", "data", "workers", "threads", "global_batch", "method", "hosts", "link", "compute")
 
 
 def is_finished(path: Path) -> bool:
-    run = RunFolder(path)
+    run = Run(path)
     try:
-        return (path / "run.json").exists() and run.info()["status"] == "finished" and run.summary() is not None
+        return (path / "run.json").exists() and run.status == "finished" and bool(run.summary)
     except RunFolderError:
         return False
 
 
 def rows_of(cell: Cell, path: Path) -> list[Row]:
     """The rows of one finished cell."""
-    run = RunFolder(path)
-    summary = run.summary() or {}
-    plan = run.plan()
+    run = Run(path)
+    summary, plan = run.summary, run.plan
     given = plan.model_dump()
     place = {key: given.get(key) for key in _FROM_PLAN if given.get(key) is not None} | dict(cell.point)
-    marks = [*summary.get("marks", ())]
     if plan.replayed:
-        marks.insert(0, REPLAYED if plan.workers == 1 else ON_LINKS if plan.hosts > 1 else ON_LOOPBACK)
         place["threads"] = cell.point.get("threads", plan.threads)  # of those that were recorded
     entries = [{**summary, "label": given["method"]}] if cell.run == "train" else summary["rows"]
     if cell.run == "probe":
         entries = [_probed(entry) for entry in entries]
     costs = _costs(cell)
-    return [_row(cell.stage, place, {**costs, **entry}, tuple(marks), run) for entry in entries]
+    return [_row(cell.stage, place, {**costs, **entry}, run) for entry in entries]
 
 
 def _costs(cell: Cell) -> dict[str, float]:
@@ -59,12 +52,11 @@ def _costs(cell: Cell) -> dict[str, float]:
 
 def run_rows(path: Path, stage: str) -> list[Row]:
     """The rows of a run that belongs to no study, for `syncline report`."""
-    run = RunFolder(path)
-    plan = run.plan()
-    return rows_of(Cell(stage, run.info()["kind"], plan, (), {}, 1), path)
+    run = Run(path)
+    return rows_of(Cell(stage, run.kind, run.plan, (), {}, 1), path)
 
 
-def _row(stage: str, place: dict[str, Any], entry: dict[str, Any], marks: tuple[str, ...], run: RunFolder) -> Row:
+def _row(stage: str, place: dict[str, Any], entry: dict[str, Any], run: Run) -> Row:
     told = ["workers", "model"] + ([] if place.get("compute", "real") != "real" else ["threads"])
     own: dict[str, Any] = {key: entry[key] for key in told if key in entry}
     if "label" in entry or "method" in entry:
@@ -76,9 +68,8 @@ def _row(stage: str, place: dict[str, Any], entry: dict[str, Any], marks: tuple[
         seconds=entry.get("seconds", ()),
         figures={**entry, **counted},
         parts=parts,
-        marks=marks
-        if own.get("method") != BASELINE
-        else tuple(one for one in marks if not one.startswith(STRETCHED)),
+        # One worker beside others that share cores does not share its own.
+        marks=tuple(mark for mark in run.marks if mark.kind != "stretched" or own.get("method") != BASELINE),
         runs=(run.path,),
     )
 
@@ -91,10 +82,10 @@ def _probed(entry: dict[str, Any]) -> dict[str, Any]:
     return {**entry, **fitted, "method": " ".join(point.values()), "point": point}
 
 
-def _accounted(run: RunFolder, method: str, num_steps: int) -> tuple[dict[str, float], dict[str, Any]]:
+def _accounted(run: Run, method: str, num_steps: int) -> tuple[dict[str, float], dict[str, Any]]:
     """The parts of a step over the timed steps, means in seconds; and each rank's own step time, and its bytes."""
     try:
-        events = read_events(run.path)
+        events = run.events
     except RunFolderError:
         return {}, {}
     steps = events.complete(method)[-num_steps:]

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from syncline.marks import Mark
 from syncline.measure.statistics import spread
 
 BASELINE = "single"
-STRETCHED = "stretched"
-"""How the mark of workers that shared cores begins; one worker beside them does not share its own."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Row:
     """What else the run's summary says."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """The breakdown of a step in seconds, mean over ranks and steps."""
-    marks: tuple[str, ...] = ()
-    """What a reader must know beside the figure: replayed, stretched, a link below its rate."""
+    marks: tuple[Mark, ...] = ()
+    """What a reader must know beside the figure."""
     runs: tuple[Path, ...] = ()
 
     @property
@@ -45,6 +44,11 @@ class Row:
     @property
     def workers(self) -> int:
         return int(self.point.get("workers", 1))
+
+    @property
+    def stretched(self) -> bool:
+        """Workers shared cores."""
+        return any(mark.kind == "stretched" for mark in self.marks)
 
     def step(self) -> Quantity | None:
         if not self.seconds:

@@ -107,13 +107,13 @@ def _loss_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
 
 def _marks(rows: Sequence[Row]) -> list[str]:
     """Each once; one that another begins with is said by that."""
-    found = dict.fromkeys(mark for row in rows for mark in row.marks)
+    found = dict.fromkeys(mark.text for row in rows for mark in row.marks)
     return [mark for mark in found if not any(other != mark and other.startswith(mark) for other in found)]
 
 
 def _beside_marks(warnings: Sequence[Warning], rows: Sequence[Row]) -> list[Warning]:
     """A mark that all rows have stands below the table once: then it is no doubt about some of them."""
-    alike = all(any(mark.startswith(own) for own in row.marks) for mark in _marks(rows) for row in rows)
+    alike = all(any(mark.startswith(own.text) for own in row.marks) for mark in _marks(rows) for row in rows)
     return [one for one in warnings if not (alike and one.rule == "unreal time")]
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from syncline.measure.events import Events, RankStep, Step
+from syncline.events import Events, RankStep, Step
 from syncline.units import format_bytes
 
 COMPUTE, COMMUNICATION = "compute", "communication"

@@ -19,7 +19,6 @@ REACHED = 0.9
 """The share of its rate that a link must carry; frames and headers alone take 5 % of it."""
 LINK_VARIABLE = "SYNCLINE_LINK_CHECK"
 """How the check's result reaches the ranks, as JSON."""
-STRETCHED = "stretched: compute shares cores"
 _CHECK_SECONDS = 1.0
 _START_SECONDS = 20.0
 _HOST_BYTES = 260 * 2**20
@@ -89,12 +88,6 @@ def measure_links(cluster: EmulatedCluster, seconds: float = _CHECK_SECONDS) -> 
         process.close()
         received.append(json.loads(text)["bits_per_s"] if text else 0.0)
     return LinkCheck(asked, [received[(host + 1) % cluster.num_hosts] for host in hosts])
-
-
-def marks(*, ranks: int, threads: int, cores: int, replayed: bool, link: dict[str, Any] | None = None) -> list[str]:
-    """What must stand beside every result. Replayed compute loads no core."""
-    found = [STRETCHED] if ranks * threads > cores and not replayed else []
-    return [*found, link["note"]] if link and link["note"] else found
 
 
 def estimated_bytes(*, hosts: int, ranks: int, weights_bytes: float, replayed: bool = False) -> float:

@@ -1,25 +1,34 @@
 """What the event logs of a run say, as typed data: by method, step and rank, all on rank 0's clock.
 
-A log may be cut short, empty, of a crashed or resumed run, or of a newer version. What is wrong is said in
-`problems`; what can be read is there.
+A log may be cut short, empty, of a crashed or resumed run, or of a newer version. `problems` says what is wrong; what
+can be read is there. A run that was resumed has several sessions; of a step that was repeated, the last one counts.
 
-Times are nanoseconds. A run that was resumed has several sessions; a step that was taken again counts as it was taken
-last.
+Ranks on one host read the same monotonic clock. Between hosts, ranks ping rank 0 (`comm/clock.py`) at the start and
+at the end of a run; between those moments a clock is assumed to drift evenly. Times are nanoseconds.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from syncline.errors import RunFolderError
-from syncline.measure.clocks import Alignment, align
-from syncline.spans import FORMAT, Record
+from syncline.spans import FORMAT, Record, read_records
+
+if TYPE_CHECKING:
+    import polars
 
 TIMES = ("ready", "start", "end")
+COLUMNS = {
+    "rank": int, "host": int, "session": int, "seq": int, "step": int, "method": str, "kind": str, "name": str,
+    "label": str, "start_ns": int, "end_ns": int, "ready_ns": int, "busy_ns": int, "seconds": float, "bytes": int,
+    "value": float, "samples": int,
+}  # fmt: skip
+"""Of the table: who, when in the run, what, and its figures. See docs/definitions.md."""
+SPANS = ("step", "phase", "collective", "pack")
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ class Events:
     alignments: dict[int, Alignment]
     """How each rank's clock was set to rank 0's, in the last session."""
     records: dict[int, list[Record]]
-    """Every record of every rank as it was written, but on rank 0's clock; headers left out."""
+    """Every record of every rank as it was written, but on rank 0's clock and with its session; headers left out."""
     problems: list[str]
 
     def taking_part(self, method: str) -> list[int]:
@@ -119,6 +128,45 @@ class Events:
         """(rank, record) of one kind."""
         for rank, records in sorted(self.records.items()):
             yield from ((rank, record) for record in records if record["kind"] == kind)
+
+    def table(self) -> polars.DataFrame:
+        """One row for each span and loss; a record of several figures (memory, counter, calibration) has one row for
+        each, with the figure's name."""
+        import polars
+
+        rows = [
+            {"rank": rank, "host": self.ranks[rank].host, **row}
+            for rank, records in sorted(self.records.items())
+            for record in records
+            for row in _table_rows(record)
+        ]
+        types = {int: polars.Int64, float: polars.Float64, str: polars.String}
+        return polars.DataFrame(rows, schema={name: types[kind] for name, kind in COLUMNS.items()}, strict=False)
+
+
+NO_EVENTS = Events(0, {}, {}, {}, {}, [])
+"""Of a run whose ranks never wrote a log."""
+
+
+def _table_rows(record: Record) -> Iterator[dict[str, Any]]:
+    about = {name: record.get(name) for name in ("session", "seq", "step", "kind")}
+    about["method"] = record.get("method", "")
+    if record["kind"] in SPANS:
+        yield {
+            **about, **{name: record.get(name) for name in ("name", "label", "bytes")},
+            **{f"{name}_ns": record.get(name) for name in (*TIMES, "busy")},
+            "seconds": (record["end"] - record["start"]) / 1e9, "value": record.get("learning_rate"),
+        }  # fmt: skip
+    elif record["kind"] == "loss":
+        yield {**about, "value": record.get("value"), "samples": record.get("samples")}
+    else:
+        figures = {name: value for name, value in record.items() if name not in about and _is_number(value)}
+        for name, value in figures.items() or ((record.get("name"), None),):
+            yield {**about, "name": name, "value": value}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def read_events(run: Path) -> Events:
@@ -139,9 +187,9 @@ def read_events(run: Path) -> Events:
     if missing := sorted(set(range(world_size)) - set(infos)):
         problems.append(f"there is no log of rank {', '.join(map(str, missing))}")
     records: dict[int, list[Record]] = defaultdict(list)
-    for session in sessions:
+    for number, session in enumerate(sessions):
         for rank, part in session.items():
-            records[rank] += part.records
+            records[rank] += [{**record, "session": number} for record in part.records]
     steps = _steps(sessions, problems)
     return Events(world_size, infos, steps, alignments, dict(records), problems)
 
@@ -158,10 +206,9 @@ class _Part:
 def _read_file(path: Path, problems: list[str]) -> list[_Part] | None:
     parts: list[_Part] = []
     damaged = 0
-    for line in path.read_bytes().split(b"\n"):
-        record = _parse(line)
-        if record is None:
-            damaged += bool(line.strip())
+    for record in read_records(path):
+        if record is None or not _is_whole(record):
+            damaged += 1
         elif record["kind"] == "header":
             parts.append(_Part(int(record.get("rank", _rank_of(path))), record, []))
         elif parts:
@@ -183,16 +230,10 @@ def _read_file(path: Path, problems: list[str]) -> list[_Part] | None:
     return parts
 
 
-def _parse(line: bytes) -> Record | None:
-    """A record, or None where the line is none: every field that is read later has the type that it needs."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-        return None
+def _is_whole(record: Record) -> bool:
+    """Whether every field that is read later has the type that it needs."""
     needed = _NEEDED.get(record["kind"], ())
-    return record if all(isinstance(record.get(name), kind) for name, kind in needed) else None
+    return all(isinstance(record.get(name), kind) for name, kind in needed)
 
 
 _SPAN: tuple[tuple[str, type], ...] = (("start", int), ("end", int), ("step", int))
@@ -299,3 +340,43 @@ def _say_where_it_ended(rank: int, records: Sequence[Record], problems: list[str
     cut = [record for record in inside if _key(record) not in ended]
     if cut and last:
         problems.append(f"rank {rank}'s log ends in step {cut[-1]['step']}, after {cut[-1]['name']}")
+
+
+# Clocks.
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """Add `offset_ns` (at `at_ns`, growing by `drift` per nanosecond) to a rank's time to have rank 0's."""
+
+    source: Literal["same clock", "ping", "wall clock"]
+    offset_ns: int = 0
+    at_ns: int = 0
+    drift: float = 0.0
+    interval_ns: int = 0
+    """The true offset lies this far or less from the one that is used: half the shortest round trip."""
+
+    @property
+    def is_same(self) -> bool:
+        return self.source == "same clock"
+
+    def apply(self, time_ns: int) -> int:
+        return time_ns + self.offset_ns + round((time_ns - self.at_ns) * self.drift)
+
+
+def align(header: Record, reference: Record, exchanges: Sequence[Record]) -> Alignment:
+    """From the headers of a rank and of the reference rank, and the rank's clock records."""
+    if header is reference or header.get("clock") == reference.get("clock"):
+        return Alignment("same clock")
+    if not exchanges:
+        offset = _since_epoch(header) - _since_epoch(reference)
+        return Alignment("wall clock", offset, header["monotonic_ns"])
+    first, last = exchanges[0], exchanges[-1]
+    passed = last["at"] - first["at"]
+    drift = (last["offset"] - first["offset"]) / passed if passed > 0 else 0.0
+    return Alignment("ping", first["offset"], first["at"], drift, max(one["interval"] for one in (first, last)))
+
+
+def _since_epoch(header: Record) -> int:
+    """What the monotonic clock must be given to tell the time of day."""
+    return int(header["wall_ns"]) - int(header["monotonic_ns"])
