@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -106,9 +105,11 @@ def certify(plan: Plan, methods: Sequence[str], models: Sequence[str], quiet: bo
 
 
 def call(plan: Plan, name: str) -> list[dict[str, Any]]:
-    """A rank's part in a study's experiment: `module:function`, called with the joined rank; rows from rank 0."""
-    module, _, attribute = name.partition(":")
-    function: Callable[[Rank], list[dict[str, Any]]] = getattr(importlib.import_module(module), attribute)
+    """A rank's part in a study's experiment: FILE.py:function or module:function, called with the joined rank; rows
+    from rank 0."""
+    from syncline.study.lab_code import load_call  # with all that tables need: only where it is called
+
+    function: Callable[[Rank], list[dict[str, Any]]] = load_call(name)
     with joined(plan, None) as rank:
         return function(rank)
 

@@ -17,13 +17,12 @@ from syncline.comm import Communicator
 from syncline.errors import PlanError
 from syncline.marks import STRETCHED
 from syncline.measure.capacity import fitted, in_child, ladder
-from syncline.measure.sampler import compare_epochs, epochs_of_samplers
-from syncline.measure.travels import CASES, Case, _row, distance, experiment, live, travels
 from syncline.plan import load_plan
 from syncline.spans import EventLog
 from syncline.study.capacity import does_not_fit, needed_bytes
 from syncline.study.cells import Cell, Ground, expand
 from syncline.study.file import load_study, parse_study
+from syncline.study.lab_code import LABS, load_file
 from syncline.study.links import with_links
 from syncline.study.rows import Row
 from syncline.workload.synthetic import synthetic_images
@@ -171,16 +170,22 @@ def test_rows_get_the_link_of_a_probe_with_as_many_workers() -> None:
 
 # The experiments themselves.
 
+LAB = load_file(LABS / "hpml-dataparallel" / "experiments.py")
+
 
 def test_epochs_are_compared_batch_by_batch() -> None:
-    assert compare_epochs([[1, 2, 3, 4], [1, 2, 4, 3]], 2, 8) == {"same_batches": 0.5, "same_shard": 1.0, "seen": 0.5}
-    assert compare_epochs([[1, 2], [3, 4]], 2, 8) == {"same_batches": 0.0, "same_shard": 0.0, "seen": 0.5}
+    assert LAB.compare_epochs([[1, 2, 3, 4], [1, 2, 4, 3]], 2, 8) == {
+        "same_batches": 0.5,
+        "same_shard": 1.0,
+        "seen": 0.5,
+    }
+    assert LAB.compare_epochs([[1, 2], [3, 4]], 2, 8) == {"same_batches": 0.0, "same_shard": 0.0, "seen": 0.5}
 
 
 def test_only_a_sampler_that_is_told_the_epoch_shuffles_again() -> None:
     def on_rank(communicator: Communicator, _: EventLog) -> list[dict[str, Any]]:
         plan = load_plan(None, {"workers": 2, "global_batch": 100, "data": "synthetic"})
-        return epochs_of_samplers(SimpleNamespace(plan=plan, communicator=communicator))
+        return LAB.epochs_of_samplers(SimpleNamespace(plan=plan, communicator=communicator))
 
     untold, told, own = on_threads(2, on_rank)[0]
     assert (untold["same_batches"], untold["same_shard"], untold["seen"]) == (1.0, 1.0, 0.5)
@@ -191,11 +196,11 @@ def test_only_a_sampler_that_is_told_the_epoch_shuffles_again() -> None:
 
 
 def test_what_travels_and_what_drifts() -> None:
-    about = experiment(2, 8, synthetic_images(200, 50))
+    about = LAB.experiment(2, 8, synthetic_images(200, 50))
 
     def on_rank(communicator: Communicator, log: EventLog) -> list[dict[str, Any]]:
-        cases = [CASES[0], CASES[1], CASES[2], Case("local", same_start=False)]
-        return [_row(case, live(communicator, log, case, about), communicator) for case in cases]
+        cases = [LAB.CASES[0], LAB.CASES[1], LAB.CASES[2], LAB.Case("local", same_start=False)]
+        return [LAB._row(case, LAB.live(communicator, log, case, about), communicator) for case in cases]
 
     local, broadcast, sync, apart = on_threads(2, on_rank, deadline_s=60)[0]
     size = 4 * 579_786
@@ -213,7 +218,7 @@ def test_what_travels_and_what_drifts() -> None:
 
 def test_the_experiment_takes_two_ranks() -> None:
     def on_rank(communicator: Communicator, log: EventLog) -> Any:
-        return travels(SimpleNamespace(plan=load_plan(None, {}), communicator=communicator, log=log))
+        return LAB.travels(SimpleNamespace(plan=load_plan(None, {}), communicator=communicator, log=log))
 
     with pytest.raises(PlanError, match="takes 2 ranks, not 1"):
         on_threads(1, on_rank)
@@ -221,5 +226,5 @@ def test_the_experiment_takes_two_ranks() -> None:
 
 def test_distance_is_zero_only_for_equal_bits() -> None:
     one = torch.tensor([3.0, 4.0])
-    assert distance(one, one.clone()) == 0
-    assert distance(one, torch.tensor([3.0, 4.5])) == pytest.approx(0.1)
+    assert LAB.distance(one, one.clone()) == 0
+    assert LAB.distance(one, torch.tensor([3.0, 4.5])) == pytest.approx(0.1)

@@ -27,6 +27,7 @@ STAGES = (
     "tune",
     "study",
     "report",
+    "labs",
 )
 ROOTS = ("worker", "rank", "resolve", "data_parallel", "recording", "cli", "__init__", "__main__")
 RANK_VARIABLES = {

@@ -11,17 +11,20 @@ from syncline.launcher.emulation.honesty import estimated_bytes
 from syncline.marks import ON_LINKS, ON_LOOPBACK, REPLAYED, Mark
 from syncline.plan import load_plan
 from syncline.store import create_run
+from syncline.study.answering import ANSWERS
 from syncline.study.cells import Cell, Ground, expand
 from syncline.study.costs import cost_of
 from syncline.study.estimate import Estimate, estimate
 from syncline.study.figures import build_figure
 from syncline.study.file import Figure, Table, load_study, parse_study
-from syncline.study.fits import fit_law
+from syncline.study.fits import describe, fit_law
+from syncline.study.lab_code import LABS, load_answers
 from syncline.study.results import best_points, rows_of
 from syncline.study.rows import Row, baseline_of
-from syncline.study.scalability import SCALABILITY, describe
 from syncline.study.tables import build_table
 from syncline.study.values import VALUES
+
+OWN = load_answers(LABS / "cse5194-scaling")
 
 LAB = load_study("cse5194-scaling")[1]
 THREADS, BATCH, WEAK, STRONG = LAB.stage
@@ -230,12 +233,12 @@ def strong(model: str, times: dict[int, float]) -> list[Row]:
 def test_the_laws_are_told_for_each_model_and_doubted_where_they_fail() -> None:
     lawful = strong("resnet50", {n: 4 / one for n, one in amdahl(0.25, 1, 2, 4, 8).items()})
     growing = strong("vgg16", {1: 4.0, 2: 3.0, 4: 4.0, 8: 8.0})
-    said = SCALABILITY["laws"]([*lawful, *growing], {"weak": [at("resnet50", n, 1.0 + 0.01 * n) for n in (1, 2, 4)]})
+    said = OWN["laws"]([*lawful, *growing], {"weak": [at("resnet50", n, 1.0 + 0.01 * n) for n in (1, 2, 4)]})
     assert "Amdahl, resnet50: 25.0% (25% to 25%) of the step is serial" in said
     assert "more nodes can never give more than 4.0 times" in said
     assert "Amdahl, vgg16: no serial share describes it" in said
     assert "Gustafson, resnet50: 3.7% of the step is serial" in said
-    assert SCALABILITY["laws"](lawful[:2], {}).startswith("Not answered")
+    assert OWN["laws"](lawful[:2], {}).startswith("Not answered")
 
 
 def test_a_table_has_one_line_of_a_law_for_each_model() -> None:
@@ -280,7 +283,7 @@ def pair(light: float, heavy: float, **more: Any) -> list[Row]:
 
 
 def test_the_model_that_scales_best_is_named_and_explained() -> None:
-    said = SCALABILITY["scales-best"](pair(1.25, 2.5), {})
+    said = OWN["scales-best"](pair(1.25, 2.5), {})
     assert said.startswith("On 8 nodes light scales best: 6.40 times one node, 80%; heavy reaches 3.20 times, 40%.")
     assert (
         "The order is that of the bytes of gradients that go with each GFLOP, light 62.5 kB, heavy 625.0 kB" in said
@@ -288,38 +291,38 @@ def test_the_model_that_scales_best_is_named_and_explained() -> None:
 
 
 def test_an_order_that_bytes_do_not_explain_is_said_so() -> None:
-    said = SCALABILITY["scales-best"](pair(2.5, 1.25), {})
+    said = OWN["scales-best"](pair(2.5, 1.25), {})
     assert said.startswith("On 8 nodes heavy scales best")
     assert "do not explain this order" in said
     assert "heavy sends 625.0 kB for each GFLOP, light 62.5 kB, and yet heavy scales better." in said
     assert "The order is that of" not in said
-    timed = SCALABILITY["bytes-against-flops"](pair(2.5, 1.25, light_s=0.1, heavy_s=10.0), {})
+    timed = OWN["bytes-against-flops"](pair(2.5, 1.25, light_s=0.1, heavy_s=10.0), {})
     assert "bytes for each second of compute do explain it (heavy 50 MB/s, light 1000 MB/s)" in timed
 
 
 def test_equal_models_have_no_best_one() -> None:
-    said = SCALABILITY["scales-best"](pair(1.25, 1.251), {})
+    said = OWN["scales-best"](pair(1.25, 1.251), {})
     assert said.startswith("On 8 nodes no model scales better than another: light 80%, heavy 80%.")
     assert "do not tell them apart" in said
-    assert SCALABILITY["scales-best"](pair(1.25, 2.5)[::2], {}).startswith("Not answered")
-    assert SCALABILITY["bytes-against-flops"](pair(1.25, 2.5)[:2], {}).startswith("Not answered")
+    assert OWN["scales-best"](pair(1.25, 2.5)[::2], {}).startswith("Not answered")
+    assert OWN["bytes-against-flops"](pair(1.25, 2.5)[:2], {}).startswith("Not answered")
     third = [at("third", 1, 1.0, figures=MANY), at("third", 8, 1.25, figures=MANY)]
-    assert "light scales best (no difference to third)" in SCALABILITY["scales-best"]([*pair(1.25, 2.5), *third], {})
+    assert "light scales best (no difference to third)" in OWN["scales-best"]([*pair(1.25, 2.5), *third], {})
     bare = [at("a", 1, 1.0), at("a", 2, 1.0), at("b", 1, 1.0), at("b", 2, 2.0)]
-    assert "is not known" in SCALABILITY["scales-best"](bare, {})
+    assert "is not known" in OWN["scales-best"](bare, {})
 
 
 def test_models_are_compared_on_the_largest_size_that_all_reached() -> None:
     rows = [*pair(1.25, 2.5)[:3], at("heavy", 4, 1.0, figures=MANY), at("light", 4, 2.0, figures=FEW)]
-    assert SCALABILITY["scales-best"](rows, {}).startswith("On 4 nodes heavy scales best")
+    assert OWN["scales-best"](rows, {}).startswith("On 4 nodes heavy scales best")
 
 
 def test_each_model_is_told_weak_and_strong() -> None:
-    said = SCALABILITY["scaling-by-model"](pair(1.25, 16.0), {"strong": strong("light", {1: 4.0, 8: 2.0})})
+    said = OWN["scaling-by-model"](pair(1.25, 16.0), {"strong": strong("light", {1: 4.0, 8: 2.0})})
     assert "light: 6.40 times one node on 8 nodes at one batch per node (weak), 80%; 2.00 times" in said
     assert "on 8 nodes at one global batch (strong), 25%." in said
     assert "heavy: 0.50 times one node on 8 nodes at one batch per node (weak), 6%, which does not pay." in said
-    assert SCALABILITY["scaling-by-model"]([], {}).startswith("Not answered")
+    assert OWN["scaling-by-model"]([], {}).startswith("Not answered")
 
 
 def test_the_best_of_the_sweeps_are_named() -> None:
@@ -327,11 +330,11 @@ def test_the_best_of_the_sweeps_are_named() -> None:
         return Row("s", {"model": "vgg16", "method": "bucketed", "global_batch": 8, **point}, seconds=[seconds] * 3)
 
     two = [swept(1.0, workers_per_node=2, threads=1), swept(2.0, workers_per_node=1, threads=2)]
-    assert "processes x threads 2 x 1, 8 samples/s; 1 x 2 gives 4" in SCALABILITY["best-processes"](two, {})
-    assert SCALABILITY["best-processes"](two[:1], {}).startswith("Not answered")
+    assert "processes x threads 2 x 1, 8 samples/s; 1 x 2 gives 4" in ANSWERS["best-processes"](two, {})
+    assert ANSWERS["best-processes"](two[:1], {}).startswith("Not answered")
     batches = [swept(1.0, batch_per_node=4, global_batch=4), swept(1.5, batch_per_node=8)]
-    assert "batch per node 8, 5.333 samples/s; 4 gives 4" in SCALABILITY["best-node-batch"](batches, {})
-    assert SCALABILITY["best-node-batch"](batches[:1], {}).startswith("Not answered")
+    assert "batch per node 8, 5.333 samples/s; 4 gives 4" in ANSWERS["best-node-batch"](batches, {})
+    assert ANSWERS["best-node-batch"](batches[:1], {}).startswith("Not answered")
 
 
 def test_doubts_name_the_model_where_there_are_several() -> None:

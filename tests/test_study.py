@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from syncline.errors import PlanError
-from syncline.study import answers
+from syncline.study.answering import ANSWERS
 from syncline.study.cells import Ground, expand
 from syncline.study.contents import OPEN, study_contents
 from syncline.study.figures import build_figure
-from syncline.study.file import Figure, Study, Table, built_in_labs, load_study, parse_study
+from syncline.study.file import Figure, Study, Table, load_study, parse_study
+from syncline.study.lab_code import LABS, built_in_labs, load_answers
 from syncline.study.results import best_points
 from syncline.study.rows import Quantity, Row, baseline_of, pooled
 from syncline.study.tables import build_table
@@ -37,6 +38,8 @@ plan = { batch_per_worker = 8, epochs = 3 }
 grid = { nodes = [1, 2] }
 """
 
+ALL = {**ANSWERS, **load_answers(LABS / "cs744"), **load_answers(LABS / "ddp-paper")}
+
 
 def row(method: str, workers: int, *seconds: float, **more: Any) -> Row:
     point = {"method": method, "workers": workers, "global_batch": 8 * workers, "batch_per_worker": 8, "threads": 1}
@@ -60,7 +63,7 @@ def test_every_lab_can_be_expanded_quick_and_whole(name: str) -> None:
         (("[plan]", "[plam]"), "unknown key 'plam'"),
         (('name = "one"', 'nam = "one"'), "stage.0.nam"),
         (('answer_stage = "one"', 'answer_stage = "two"'), "there is no stage 'two'"),
-        (('answer = "fastest"', 'answer = "best"'), "'best' is no computed answer"),
+        (('answer = "fastest"', 'answer = "best"'), "unknown answer 'best'; choose one of fastest, "),
         (("nodes = [1, 2, 4]", "nodes = []"), "grid key nodes has no values"),
         (('title = "T"', "title = "), "not valid TOML"),
     ],
@@ -78,7 +81,7 @@ def test_a_plan_that_cannot_be_names_its_stage() -> None:
 
 def test_unknown_values_and_later_stages_are_refused() -> None:
     table = '\n[[table]]\ntitle = "t"\nstage = "one"\nvalues = ["stepp"]\n'
-    with pytest.raises(PlanError, match="'stepp' is no value"):
+    with pytest.raises(PlanError, match="unknown value 'stepp'; choose one of step, "):
         parse_study(SMALL + table, "x")
     later = '\n[[stage]]\nname = "two"\nbest_of = { stage = "two", keys = ["threads"] }\n'
     with pytest.raises(PlanError, match="no earlier stage"):
@@ -291,15 +294,15 @@ STEADY = (1.0, 1.0, 1.0)
 
 def test_the_fastest_method_is_named_with_its_gain() -> None:
     rows = [row("single", 1, *STEADY), row("ddp", 4, 1.6, 1.6, 1.6), row("gather-scatter", 4, 4.0, 4.0, 4.0)]
-    said = answers.fastest(rows, {})
+    said = ALL["fastest"](rows, {})
     assert said.startswith("On 4 workers ddp is fastest: 1.60 ±0.00 s a step, where gather-scatter takes 4.00")
     assert "2.5 times as long" in said
     assert "2.50 times as many samples a second as one worker: 62% of what 4 workers could give" in said
     slower = [row("single", 1, *STEADY), row("ddp", 4, 5.0, 5.0, 5.0)]
-    assert "it does not pay" in answers.fastest(slower, {})
+    assert "it does not pay" in ALL["fastest"](slower, {})
     close = [row("ddp", 4, 1.0, 1.5, 2.0), row("bucketed", 4, 1.1, 1.6, 2.1)]
-    assert "no difference to bucketed" in answers.fastest(close, {})
-    assert answers.fastest([row("single", 1, 1.0)], {}).startswith("Not answered")
+    assert "no difference to bucketed" in ALL["fastest"](close, {})
+    assert ALL["fastest"]([row("single", 1, 1.0)], {}).startswith("Not answered")
 
 
 def test_why_the_root_is_slow_is_said_only_if_it_is() -> None:
@@ -307,23 +310,23 @@ def test_why_the_root_is_slow_is_said_only_if_it_is() -> None:
         row("gather-scatter", 4, 3.0, 3.0, 3.0, parts={"wire": 2.0, "forward": 1.0}),
         row("all-reduce", 4, *STEADY),
     ]
-    said = answers.root_exchange(slow, {})
+    said = ALL["root-exchange"](slow, {})
     assert "Rank 0's link carries 6 times the gradients" in said
     assert "1.50 times for each rank" in said
     assert "3.0 times as long" in said
     assert "67% of the step on communication" in said
     same = [row("gather-scatter", 4, *STEADY), row("all-reduce", 4, *STEADY)]
-    assert "the link does not decide here" in answers.root_exchange(same, {})
-    assert answers.root_exchange([row("ddp", 2, 1.0)], {}).startswith("Not answered")
+    assert "the link does not decide here" in ALL["root-exchange"](same, {})
+    assert ALL["root-exchange"]([row("ddp", 2, 1.0)], {}).startswith("Not answered")
 
 
 def test_what_bucketing_gains_is_said_only_if_it_gains() -> None:
     gain = [row("all-reduce", 2, 2.0, 2.0), row("ddp", 2, 1.5, 1.5, parts={"wire": 0.1, "hidden": 0.3})]
-    assert "ddp saves 500 ms of 2.00 ±0.00 s a step (25%); it hides 75%" in answers.bucketing(gain, {})
+    assert "ddp saves 500 ms of 2.00 ±0.00 s a step (25%); it hides 75%" in ALL["bucketing"](gain, {})
     loss = [row("all-reduce", 2, 1.0, 1.0), row("ddp", 2, 1.5, 1.5)]
-    assert answers.bucketing(loss, {}).startswith("Nothing here")
+    assert ALL["bucketing"](loss, {}).startswith("Nothing here")
     same = [row("all-reduce", 2, 1.0, 1.5, 2.0), row("ddp", 2, 1.1, 1.5, 1.9)]
-    assert answers.bucketing(same, {}).startswith("Nothing that this run can show")
+    assert ALL["bucketing"](same, {}).startswith("Nothing that this run can show")
 
 
 def test_why_losses_differ_needs_certificates() -> None:
@@ -334,23 +337,23 @@ def test_why_losses_differ_needs_certificates() -> None:
     exact = row("gather-scatter", 2, figures={"passed": True, "sequential": {"status": "bitwise"}})
     bad = row("ddp", 2, figures={"passed": False})
     rows = [ended("ddp", 2.5), ended("gather-scatter", 2.501)]
-    said = answers.losses_differ(rows, {"c": [good, exact]})
+    said = ALL["losses-differ"](rows, {"c": [good, exact]})
     assert "The last losses lie 0.001 apart (ddp 2.5000, gather-scatter 2.5010)" in said
     assert "All 2 certificates hold" in said
     assert "1 of them bit for bit" in said
-    assert "the others" not in answers.losses_differ(rows, {"c": [exact]})
-    assert "certificate of ddp failed" in answers.losses_differ(rows, {"c": [bad]})
-    assert "No certificate" in answers.losses_differ(rows, {})
-    assert answers.losses_differ([ended("ddp", 2.5), ended("all-reduce", 2.5)], {}).startswith("They do not")
+    assert "the others" not in ALL["losses-differ"](rows, {"c": [exact]})
+    assert "certificate of ddp failed" in ALL["losses-differ"](rows, {"c": [bad]})
+    assert "No certificate" in ALL["losses-differ"](rows, {})
+    assert ALL["losses-differ"]([ended("ddp", 2.5), ended("all-reduce", 2.5)], {}).startswith("They do not")
 
 
 def test_scaling_sentences() -> None:
     rows = [row("single", 1, 1.0), row("ddp", 2, 1.25, parts={"wire": 0.25, "forward": 1.0})]
-    assert "1.60 times as many" in answers.scaling(rows, {})
-    assert "Exposed communication is 20% of the step" in answers.scaling(rows, {})
-    assert answers.scaling(rows[:1], {}).startswith("Not answered")
-    assert "weak): 80% with ddp" in answers.weak_and_strong(rows, {})
-    assert answers.weak_and_strong(rows[:1], {}).startswith("Not answered")
+    assert "1.60 times as many" in ALL["scaling"](rows, {})
+    assert "Exposed communication is 20% of the step" in ALL["scaling"](rows, {})
+    assert ALL["scaling"](rows[:1], {}).startswith("Not answered")
+    assert "weak): 80% with ddp" in ALL["weak-and-strong"](rows, {})
+    assert ALL["weak-and-strong"](rows[:1], {}).startswith("Not answered")
 
 
 def test_study_is_frozen() -> None:
@@ -365,25 +368,25 @@ def swept(value: Any, *seconds: float, key: str = "options.bucket_cap_mb", **mor
 
 def test_the_best_value_of_a_sweep_is_named() -> None:
     rows = [swept(1, 2.0, 2.0), swept(25, 1.0, 1.0), swept(50, 1.0, 1.0)]
-    said = answers.ANSWERS["best-bucket"](rows, {})
+    said = ALL["best-bucket"](rows, {})
     assert said.startswith("vgg11 with ddp: bucket size in MB 25 (no difference to 50), 16 samples/s; 1 gives 8.")
     flat = [swept(1, 1.0, 1.5, 2.0), swept(25, 1.0, 1.5, 2.0)]
-    assert "no difference between any bucket size" in answers.ANSWERS["best-bucket"](flat, {})
-    assert answers.ANSWERS["best-bucket"](rows[:1], {}).startswith("Not answered")
+    assert "no difference between any bucket size" in ALL["best-bucket"](flat, {})
+    assert ALL["best-bucket"](rows[:1], {}).startswith("Not answered")
 
 
 def test_what_overlap_gains() -> None:
     key = "options.overlap"
-    assert "overlap saves 500 ms of 2.00 s a step (25%)" in answers.ANSWERS["overlap"](
+    assert "overlap saves 500 ms of 2.00 s a step (25%)" in ALL["overlap"](
         [swept(True, 1.5, 1.5, key=key), swept(False, 2.0, 2.0, key=key)], {}
     )
-    assert "overlap costs 500 ms" in answers.ANSWERS["overlap"](
+    assert "overlap costs 500 ms" in ALL["overlap"](
         [swept(True, 2.0, 2.0, key=key), swept(False, 1.5, 1.5, key=key)], {}
     )
-    assert "no difference" in answers.ANSWERS["overlap"](
+    assert "no difference" in ALL["overlap"](
         [swept(True, 1.0, 2.0, 3.0, key=key), swept(False, 1.1, 2.0, 3.0, key=key)], {}
     )
-    assert answers.ANSWERS["overlap"]([swept(True, 1.0, key=key)], {}).startswith("Not answered")
+    assert ALL["overlap"]([swept(True, 1.0, key=key)], {}).startswith("Not answered")
 
 
 def test_what_skipping_synchronisation_gives_and_costs() -> None:
@@ -391,12 +394,12 @@ def test_what_skipping_synchronisation_gives_and_costs() -> None:
         figures = {"epochs": [{"train_loss": loss}]}
         return swept(every, seconds, key="accumulate", figures=figures, point={"global_batch": 16 * every})
 
-    said = answers.ANSWERS["skipped-synchronisation"]([skipping(1, 1.0, 2.0), skipping(8, 4.0, 2.2)], {})
+    said = ALL["skipped-synchronisation"]([skipping(1, 1.0, 2.0), skipping(8, 4.0, 2.2)], {})
     assert "once in 8 backward passes instead of once in 1 gives 2.00 times the samples a second" in said
     assert "loss is 2.200 instead of 2.000" in said
-    better = answers.ANSWERS["skipped-synchronisation"]([skipping(1, 1.0, 2.0), skipping(8, 4.0, 1.9)], {})
+    better = ALL["skipped-synchronisation"]([skipping(1, 1.0, 2.0), skipping(8, 4.0, 1.9)], {})
     assert "no worse" in better
-    assert answers.ANSWERS["skipped-synchronisation"]([skipping(1, 1.0, 2.0)], {}).startswith("Not answered")
+    assert ALL["skipped-synchronisation"]([skipping(1, 1.0, 2.0)], {}).startswith("Not answered")
 
 
 def test_a_stage_replays_what_an_earlier_one_recorded() -> None:

@@ -15,7 +15,9 @@ from syncline.store import ROOT
 
 
 def lab(
-    study: Annotated[str, typer.Argument(help="A lab (see `syncline lab list`), or a study file of your own.")],
+    study: Annotated[
+        str, typer.Argument(help="A lab (see `syncline lab list`), or a lab folder or file of your own.")
+    ],
     quick: Annotated[bool, typer.Option("--quick", help="A small version that ends within minutes.")] = False,
     hosts: Annotated[int | None, typer.Option(help="Run nodes as emulated hosts, at most this many.")] = None,
     link: Annotated[str | None, typer.Option(help="Rate of each emulated host's link, such as 1gbit.")] = None,
@@ -30,7 +32,8 @@ def lab(
     """
     from syncline.cli.studies import StudyRun, open_study
     from syncline.study.cells import Ground
-    from syncline.study.file import built_in_labs, load_study
+    from syncline.study.file import load_study
+    from syncline.study.lab_code import built_in_labs
 
     if study == "list":
         for name in built_in_labs():

@@ -25,7 +25,7 @@ from syncline.report.schedules import schedule_svg
 from syncline.store import RunFolder, create_run, machine, write_atomic
 from syncline.study.capacity import does_not_fit
 from syncline.study.cells import Cell, Chosen, Ground, expand
-from syncline.study.contents import answer, study_contents
+from syncline.study.contents import main_answer, study_contents
 from syncline.study.estimate import Estimate, estimate
 from syncline.study.file import Stage, Study
 from syncline.study.links import with_links
@@ -105,7 +105,7 @@ class StudyRun:
         self.rows = with_links(pooled(self.rows))
 
     def answer(self) -> str:
-        return answer(self.study.answer, self.study.answer_stage, [], self.rows)
+        return main_answer(self.study, self.rows)
 
     def _timelines(self) -> list[Timeline]:
         """One typical step of each method that a timeline figure names."""

@@ -17,9 +17,9 @@ from syncline.report.plots import plot, plot_timeline
 from syncline.report.static import write_figure
 from syncline.report.tables import describe
 from syncline.store import write_atomic
+from syncline.study.answering import listed
 from syncline.study.contents import Contents
 from syncline.study.figures import FigureData
-from syncline.study.sweeps import listed
 from syncline.study.tables import TableData
 
 

@@ -13,6 +13,7 @@ from syncline.errors import PlanError
 from syncline.launcher.local import cores
 from syncline.plan import Plan, load_plan
 from syncline.study.file import Stage, Study
+from syncline.study.lab_code import call_identity
 from syncline.words import ON_ONE_HOST
 
 VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker", "batch_per_node")
@@ -53,8 +54,9 @@ class Cell:
     def digest(self) -> str:
         """Changes with anything that changes the result, so that a cell of another study is never taken for this."""
         plan = {**self.plan.model_dump(mode="json"), "compute": self.plan.compute_note}  # wherever the folder lies
-        told = [self.run, self.call, list(self.methods), plan, self.round]
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        call = call_identity(self.call) if self.call else None
+        parts = [self.run, call, list(self.methods), plan, self.round]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 Chosen = Mapping[tuple[Any, ...], Mapping[str, Any]]

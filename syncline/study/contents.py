@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.study import file
-from syncline.study.answers import ANSWERS
 from syncline.study.figures import FigureData, build_figure
 from syncline.study.rows import Row, matching
 from syncline.study.tables import TableData, build_table
@@ -48,7 +47,7 @@ def study_contents(
     return Contents(
         title=study.title,
         question=study.question,
-        answer=answer(study.answer, study.answer_stage, [], rows) if answers else OPEN,
+        answer=main_answer(study, rows) if answers else OPEN,
         about=study.about.strip(),
         machine=machine,
         main_table=next((table for spec, table in tables if spec.main), None),
@@ -56,7 +55,7 @@ def study_contents(
         tables=[table for spec, table in tables if not spec.main],
         figures=[figure for spec, figure in figures if not spec.main],
         asks=[
-            (ask.text, answer(ask.answer, ask.stage, ask.with_stages, rows) if answers else OPEN)
+            (ask.text, _answer(study, ask.answer, ask.stage, ask.with_stages, rows) if answers else OPEN)
             for ask in study.asks
         ],
         certificates=[dict(row.figures) for row in rows if "passed" in row.figures],
@@ -69,5 +68,9 @@ def build_if_drawn(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
     return None if spec.kind in ("timeline", "schedules") else build_figure(spec, rows)
 
 
-def answer(name: str, stage: str, others: Sequence[str], rows: Sequence[Row]) -> str:
-    return ANSWERS[name](matching(rows, stage), {other: matching(rows, other) for other in others})
+def main_answer(study: file.Study, rows: Sequence[Row]) -> str:
+    return _answer(study, study.answer, study.answer_stage, [], rows)
+
+
+def _answer(study: file.Study, name: str, stage: str, others: Sequence[str], rows: Sequence[Row]) -> str:
+    return study.answers()[name](matching(rows, stage), {other: matching(rows, other) for other in others})

@@ -2,7 +2,7 @@
 
     title = "…"
     question = "…"
-    answer = "fastest"            # a computed answer, see answers.py
+    answer = "fastest"            # a computed answer, see answering.py
 
     [plan]                        # what all cells share
     model = "vgg11"
@@ -29,18 +29,19 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from syncline.errors import PlanError
 from syncline.forms import Section, checked
-from syncline.study.answers import ANSWERS
+from syncline.study.answering import Answer
+from syncline.study.lab_code import LABS, built_in_labs, find_answers, load_answers, resolve_call
 from syncline.study.values import VALUES
 
-LABS = resources.files("syncline") / "labs"
+LAB_FILE = "lab.toml"
 
 
 class Quick(Section):
@@ -72,7 +73,8 @@ class Stage(Section):
     function: `call` on every rank."""
     methods: list[str] = Field(default_factory=list)
     call: str | None = None
-    """For run = "function": module:function, called with the plan in each rank; rank 0 returns rows."""
+    """For run = "function": FILE.py:function, with the file beside the lab's, or module:function. Every rank calls it
+    with what it joined; rank 0 returns rows."""
     plan: dict[str, Any] = Field(default_factory=dict)
     grid: dict[str, list[Any]] = Field(default_factory=dict)
     variants: dict[str, dict[str, Any]] = Field(default_factory=dict)
@@ -158,6 +160,7 @@ class Study(Section):
     table: list[Table] = Field(default_factory=list)
     figure: list[Figure] = Field(default_factory=list)
     question_: list[Question] = Field([], alias="ask")
+    _own_answers: Mapping[str, Answer] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
@@ -178,14 +181,20 @@ class Study(Section):
                 raise ValueError(f"{what}: there is no stage {name!r}; stages are {', '.join(names)}.")
         shown = [*(table.values for table in self.table), *(figure.values for figure in self.figure)]
         for value in {value for values in shown for value in values} - VALUES.keys():
-            raise ValueError(f"{value!r} is no value; there are {', '.join(VALUES)}.")
-        for answer in {self.answer, *(ask.answer for ask in self.asks)} - ANSWERS.keys():
-            raise ValueError(f"{answer!r} is no computed answer; there are {', '.join(ANSWERS)}.")
+            raise ValueError(f"unknown value {value!r}; choose one of {', '.join(VALUES)}.")
         return self
 
     @property
     def asks(self) -> list[Question]:
         return self.question_
+
+    @property
+    def answer_names(self) -> set[str]:
+        return {self.answer, *(ask.answer for ask in self.asks)}
+
+    def answers(self) -> Mapping[str, Answer]:
+        """Every answer that the study names."""
+        return find_answers(self.answer_names, self._own_answers)
 
     def with_settings(self, settings: Mapping[str, Any]) -> Study:
         """These plan keys in every cell, whatever the file says; a key that a grid varies stays varied."""
@@ -205,26 +214,35 @@ def _require_unique(names: Iterable[str]) -> None:
         seen.add(name)
 
 
-def built_in_labs() -> list[str]:
-    return sorted(path.name.removesuffix(".toml") for path in LABS.iterdir() if path.name.endswith(".toml"))
-
-
 def load_study(name: str) -> tuple[str, Study]:
-    """A built-in lab by name, or a study file by path: its short name and the study."""
-    if name in built_in_labs():
-        return name, parse_study((LABS / f"{name}.toml").read_text(), f"lab {name}")
-    path = Path(name)
-    if not path.is_file():
-        raise PlanError(
-            f"there is no lab {name!r} and no such file.",
-            action=f"Labs: {', '.join(built_in_labs())}; or a TOML file.",
-        )
-    return path.stem, parse_study(path.read_text(), str(path))
+    """A built-in lab by name, or by path a lab's folder or a study file: its short name and the study."""
+    built_in = name in built_in_labs()
+    path = LABS / name if built_in else Path(name)
+    folder = path if path.is_dir() else path.parent if path.name == LAB_FILE else None
+    file = path if folder is None else folder / LAB_FILE
+    if not file.is_file():
+        problem = f"there is no lab {name!r} and no such file" if folder is None else f"{name} holds no {LAB_FILE}"
+        known = ", ".join(built_in_labs())
+        raise PlanError(f"{problem}.", action=f"Labs: {known}; or a folder with a {LAB_FILE}, or a TOML file.")
+    short = path.stem if folder is None else folder.resolve().name
+    own = {} if folder is None else load_answers(folder)
+    return short, parse_study(file.read_text(), f"lab {name}" if built_in else str(file), file.parent, own)
 
 
-def parse_study(text: str, where: str) -> Study:
+def parse_study(
+    text: str, where: str, folder: Path = Path(), own: Mapping[str, Answer] = MappingProxyType({})
+) -> Study:
+    """`folder` is where the files that its stages call lie; `own` are the answers of the lab's answers.py."""
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PlanError(f"{where} is not valid TOML: {error}.") from error
-    return checked(Study, values, where)
+    study = checked(Study, values, where)
+    stages = [
+        stage if stage.call is None else stage.model_copy(update={"call": resolve_call(stage.call, folder)})
+        for stage in study.stage
+    ]
+    study = study.model_copy(update={"stage": stages})
+    study._own_answers = own
+    find_answers(study.answer_names, own)
+    return study

@@ -1,4 +1,4 @@
-"""Computed answers about scaling over nodes: how far each model goes, which goes furthest, and what explains it."""
+"""Answers of the lab cse5194-scaling: how far each model scales over nodes, which scales best, and why."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from syncline.study.fits import NAMES, Law, SerialFit, fit_rows
+from syncline.study.answering import Rows, listed, missing, read
+from syncline.study.fits import NAMES, Law, describe, fit_rows
 from syncline.study.rows import BASELINE, Row, baseline_of
-from syncline.study.sweeps import MISSING, Answer, Rows, best_value, listed
-from syncline.study.values import VALUES
 from syncline.units import format_bytes
 
 TIE = 0.02
@@ -17,7 +16,7 @@ TIE = 0.02
 
 
 @dataclass(frozen=True)
-class Reached:
+class _Reached:
     """What a model reached on the most nodes."""
 
     row: Row
@@ -30,18 +29,18 @@ class Reached:
         return str(self.row.point.get("model", self.row.method))
 
 
-def reached(rows: Rows) -> list[Reached]:
+def _reached(rows: Rows) -> list[_Reached]:
     """For each model, the row on the most nodes, the most efficient first; all on the same number of nodes."""
     found = []
     for row in rows:
         base = baseline_of(row, rows)
-        speedup, efficiency = (VALUES[name].read(row, rows) for name in ("speedup", "efficiency"))
+        speedup, efficiency = (read(name, row, rows) for name in ("speedup", "efficiency"))
         if base is not None and speedup is not None and efficiency is not None and row.method != BASELINE:
-            found.append(Reached(row, row.workers // base.workers, speedup.value, efficiency.value))
+            found.append(_Reached(row, row.workers // base.workers, speedup, efficiency))
     models = {one.name for one in found}
     shared = [n for n in {one.nodes for one in found} if {one.name for one in found if one.nodes == n} == models]
     most = max(shared, default=1)
-    best: dict[str, Reached] = {}
+    best: dict[str, _Reached] = {}
     for one in found:
         if one.nodes == most > 1 and (one.name not in best or one.efficiency > best[one.name].efficiency):
             best[one.name] = one
@@ -50,9 +49,9 @@ def reached(rows: Rows) -> list[Reached]:
 
 def scales_best(rows: Rows, _: Mapping[str, Rows]) -> str:
     """Which model scales best, and whether bytes against operations explain it."""
-    found = reached(rows)
+    found = _reached(rows)
     if len(found) < 2:
-        return MISSING.format("two models on several nodes")
+        return missing("two models on several nodes")
     first, last = found[0], found[-1]
     equal = [one.name for one in found[1:] if first.efficiency - one.efficiency < TIE]
     if len(equal) == len(found) - 1:
@@ -63,19 +62,19 @@ def scales_best(rows: Rows, _: Mapping[str, Rows]) -> str:
             f"On {first.nodes} nodes {first.name} scales best{also}: {first.speedup:.2f} times one node, "
             f"{first.efficiency:.0%}; {last.name} reaches {last.speedup:.2f} times, {last.efficiency:.0%}."
         )
-    return f"{text} {why(found)}"
+    return f"{text} {_why(found)}"
 
 
 def bytes_against_flops(rows: Rows, _: Mapping[str, Rows]) -> str:
     """Does what a model sends for each operation explain how it scales?"""
-    found = reached(rows)
-    return why(found) if len(found) > 1 else MISSING.format("two models on several nodes")
+    found = _reached(rows)
+    return _why(found) if len(found) > 1 else missing("two models on several nodes")
 
 
-def why(found: Sequence[Reached]) -> str:
+def _why(found: Sequence[_Reached]) -> str:
     """Compares the order of efficiencies with that of bytes for each operation; says so where they disagree."""
-    by_flops = {one.name: VALUES["bytes_per_gflop"].read(one.row, []) for one in found}
-    sent = {name: quantity.value for name, quantity in by_flops.items() if quantity is not None}
+    by_flops = {one.name: read("bytes_per_gflop", one.row) for one in found}
+    sent = {name: value for name, value in by_flops.items() if value is not None}
     if len(sent) < len(found):
         return "What the models send for each operation is not known."
     clear = [(a, b) for a, b in combinations(found, 2) if a.efficiency - b.efficiency >= TIE]
@@ -96,28 +95,28 @@ def why(found: Sequence[Reached]) -> str:
     return f"{text}{_by_time(clear)}."
 
 
-def _by_time(clear: Sequence[tuple[Reached, Reached]]) -> str:
+def _by_time(clear: Sequence[tuple[_Reached, _Reached]]) -> str:
     """Operations are not all equally fast: the time that a node computes is what an exchange can hide behind."""
-    asked = {one.name: VALUES["asked_rate"].read(one.row, []) for pair in clear for one in pair}
-    rates = {name: quantity.value for name, quantity in asked.items() if quantity is not None}
+    asked = {one.name: read("asked_rate", one.row) for pair in clear for one in pair}
+    rates = {name: rate for name, rate in asked.items() if rate is not None}
     if len(rates) < len(asked) or any(rates[a.name] >= rates[b.name] for a, b in clear):
         return ""
     listed = ", ".join(f"{name} {rate / 1e6:.0f} MB/s" for name, rate in sorted(rates.items(), key=lambda p: p[1]))
     return f"; bytes for each second of compute do explain it ({listed}), because operations differ in speed"
 
 
-def by_model(rows: Rows, others: Mapping[str, Rows]) -> str:
+def scaling_by_model(rows: Rows, others: Mapping[str, Rows]) -> str:
     """How far each model scales, at one batch per node and at one global batch."""
     told: dict[str, list[str]] = {}
     stages = [("at one batch per node (weak)", rows)]
     stages += [("at one global batch (strong)", one) for one in others.values()]
     for kind, these in stages:
-        for one in reached(these):
+        for one in _reached(these):
             gain = "" if one.speedup > 1 else ", which does not pay"
             words = f"{one.speedup:.2f} times one node on {one.nodes} nodes {kind}, {one.efficiency:.0%}{gain}"
             told.setdefault(one.name, []).append(words)
     if not told:
-        return MISSING.format("scaling against one node")
+        return missing("scaling against one node")
     return "\n".join(f"{name}: {'; '.join(words)}." for name, words in told.items())
 
 
@@ -126,32 +125,19 @@ def laws(rows: Rows, others: Mapping[str, Rows]) -> str:
     told = _law("amdahl", rows)
     for these in others.values():
         told += _law("gustafson", these)
-    return "\n".join(told) or MISSING.format("scaling on two sizes beside one node")
+    return "\n".join(told) or missing("scaling on two sizes beside one node")
 
 
 def _law(law: Law, rows: Rows) -> list[str]:
     told = []
-    for one in reached(rows):
+    for one in _reached(rows):
         fit = fit_rows(law, one.row, rows)
         if fit is not None:
             told.append(f"{NAMES[law]}, {one.name}: {describe(fit)}.")
     return told
 
 
-def describe(fit: SerialFit) -> str:
-    if fit.poor:
-        return (
-            f"no serial share describes it (the nearest, {fit.share:.0%}, is off by up to "
-            f"{fit.worst_deviation:.0%}): what does not shrink changes with the number of nodes"
-        )
-    between = f" ({fit.interval[0]:.0%} to {fit.interval[1]:.0%})" if fit.interval else ""
-    text = (
-        f"{fit.share:.1%}{between} of the step is serial, and no point is off by more than {fit.worst_deviation:.0%}"
-    )
-    return f"{text}; more nodes can never give more than {fit.limit:.1f} times" if fit.limit else text
-
-
-def _shares(found: Sequence[Reached]) -> str:
+def _shares(found: Sequence[_Reached]) -> str:
     return ", ".join(f"{one.name} {one.efficiency:.0%}" for one in found)
 
 
@@ -161,13 +147,3 @@ def _listed(sent: Mapping[str, float]) -> str:
 
 def _size(num_bytes: float) -> str:
     return format_bytes(round(num_bytes))
-
-
-SCALABILITY: dict[str, Answer] = {
-    "scales-best": scales_best,
-    "bytes-against-flops": bytes_against_flops,
-    "scaling-by-model": by_model,
-    "laws": laws,
-    "best-processes": best_value(["workers_per_node", "threads"], "processes x threads"),
-    "best-node-batch": best_value(["batch_per_node"], "batch per node"),
-}

@@ -1,13 +1,13 @@
-"""Computed answers about replicas in one process against processes: which is faster, by batch, and how it scales."""
+"""Answers of the lab hpml-dataparallel: replicas or processes, batch sizes, scaling, the link, learning."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from syncline.measure.sanity import inside_spread
+from syncline.study.answering import Rows, missing, no_difference, read, step_text, step_time
 from syncline.study.rows import BASELINE, Row
-from syncline.study.sweeps import MISSING, Answer, Rows
-from syncline.study.values import VALUES
 from syncline.units import format_bytes, format_seconds
 
 REPLICAS, PROCESSES = "data-parallel", "ddp"
@@ -31,18 +31,18 @@ def replicas_or_processes(rows: Rows, _: Mapping[str, Rows]) -> str:
         and other.seconds
     ]
     if not pairs:
-        return MISSING.format("data-parallel beside ddp on several workers")
+        return missing("data-parallel beside ddp on several workers")
     pairs.sort(key=lambda pair: _batch(pair[0]))
     text = f"On {workers} workers {'; '.join(_verdicts(pairs))}."
-    apart = [pair for pair in pairs if not _alike(*pair)]
+    apart = [pair for pair in pairs if not no_difference(*pair)]
     if not apart:
         return text
-    return f"{text} {_why(*max(apart, key=lambda pair: abs(_time(pair[0]) - _time(pair[1])) / _time(pair[1])))}"
+    return f"{text} {_why(*max(apart, key=lambda pair: abs(step_time(pair[0]) / step_time(pair[1]) - 1)))}"
 
 
 def _own_cores(rows: Rows) -> int:
     """The most workers that had cores of their own; the fewest where none had."""
-    fit = [row.workers for row in rows if not _shares_cores(row)]
+    fit = [row.workers for row in rows if not row.stretched]
     return max(fit) if fit else min((row.workers for row in rows), default=0)
 
 
@@ -50,10 +50,10 @@ def _verdicts(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
     """One for each outcome, with all batch sizes that it holds for."""
     found: dict[str, list[str]] = {}
     for replicas, processes in pairs:
-        ratio = _time(replicas) / _time(processes)
+        ratio = step_time(replicas) / step_time(processes)
         outcome = f"{PROCESSES} is faster" if ratio > 1 else f"{REPLICAS} is faster"
-        times = f"{_step(processes)} a step with {PROCESSES}, {_step(replicas)} with {REPLICAS}"
-        if _alike(replicas, processes):
+        times = f"{step_text(processes)} a step with {PROCESSES}, {step_text(replicas)} with {REPLICAS}"
+        if no_difference(replicas, processes):
             outcome = "there is no difference that this run could show"
         else:
             times += f": {max(ratio, 1 / ratio):.2f} times as long"
@@ -61,20 +61,12 @@ def _verdicts(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
     return [f"{outcome} {' and '.join(where)}" for outcome, where in found.items()]
 
 
-def _alike(one: Row, other: Row) -> bool:
-    return inside_spread(one.seconds, other.seconds, ("", "")) is not None
-
-
-def _shares_cores(row: Row) -> bool:
-    return row.stretched
-
-
 def _why(replicas: Row, processes: Row) -> str:
     if not replicas.parts or not processes.parts:
         return "Why was not measured."
     compute = _sum(replicas, COMPUTED) - _sum(processes, COMPUTED)
     sent = _sum(processes, SENT) - _sum(replicas, SENT)
-    slower = _time(replicas) > _time(processes)
+    slower = step_time(replicas) > step_time(processes)
     text = (
         f"At {_batch(replicas)}, forward and backward take {format_seconds(abs(compute))} "
         f"{'longer' if compute > 0 else 'less'} in data-parallel, and ddp's copying, waiting and sending takes "
@@ -93,11 +85,11 @@ def data_loading(rows: Rows, _: Mapping[str, Rows]) -> str:
     """What waiting for batches adds to an epoch."""
     shares = []
     for row in rows:
-        whole, bare = (VALUES[name].read(row, rows) for name in ("epoch", "epoch_without_data"))
-        if whole is not None and bare is not None and bare.value > 0:
-            shares.append((whole.value / bare.value - 1, f"({row.method}, {_batch(row)} per worker)"))
+        whole, bare = (read(name, row) for name in ("epoch", "epoch_without_data"))
+        if whole is not None and bare is not None and bare > 0:
+            shares.append((whole / bare - 1, f"({row.method}, {_batch(row)} per worker)"))
     if not shares:
-        return MISSING.format("an epoch with its data")
+        return missing("an epoch with its data")
     low, high = min(shares), max(shares)
     most = f"{high[0]:.1%} {high[1]}"
     if high[0] < KEEP_UP:
@@ -115,18 +107,18 @@ def epoch_by_batch(rows: Rows, others: Mapping[str, Rows]) -> str:
         own = [row for row in rows if row.method == method and row.seconds]
         if len(own) > 1:
             told.append(_shortest(method, own))
-    text = " ".join(told) or MISSING.format("an epoch at several batch sizes")
+    text = " ".join(told) or missing("an epoch at several batch sizes")
     return f"{text} {_memory([row for rows in others.values() for row in rows])}".strip()
 
 
 def _shortest(method: str, rows: Rows) -> str:
-    ranked = sorted(rows, key=lambda row: _time(row) / _samples(row))
+    ranked = sorted(rows, key=lambda row: step_time(row) / _samples(row))
     best, worst = ranked[0], ranked[-1]
     scaled = {id(row): [value / _samples(row) for value in row.seconds] for row in ranked}
     equal = [row for row in ranked[1:] if inside_spread(scaled[id(row)], scaled[id(best)], ("", "")) is not None]
     if len(equal) == len(ranked) - 1:
         return f"{method}: no difference between the batch sizes that were tried."
-    gain = (_time(worst) / _samples(worst)) / (_time(best) / _samples(best))
+    gain = (step_time(worst) / _samples(worst)) / (step_time(best) / _samples(best))
     also = f" (no difference to {', '.join(str(_batch(row)) for row in equal)})" if equal else ""
     return (
         f"{method}: an epoch is shortest at {_batch(best)} per worker{also}; at {_batch(worst)} it takes "
@@ -153,15 +145,15 @@ def kind_of_scaling(rows: Rows, others: Mapping[str, Rows]) -> str:
     stages = (rows, *others.values())
     told = [one for these in stages if (one := _scaling(these)) is not None]
     if not told:
-        return MISSING.format("scaling against one worker")
-    if any(_shares_cores(row) for these in stages for row in these):
+        return missing("scaling against one worker")
+    if any(row.stretched for these in stages for row in these):
         told.append("Some of these workers shared cores: what they gain is no measure of the method.")
     return " ".join(told)
 
 
 def _scaling(rows: Rows) -> str | None:
     scaled = [row for row in rows if row.workers > 1 and row.method != BASELINE and row.seconds]
-    known = [(row, speedup.value) for row in scaled if (speedup := VALUES["speedup"].read(row, rows)) is not None]
+    known = [(row, speedup) for row in scaled if (speedup := read("speedup", row, rows)) is not None]
     if not known:
         return None
     each = {(_batch(row), row.point.get("global_batch")) for row, _ in known}
@@ -181,20 +173,141 @@ def _scaling(rows: Rows) -> str | None:
 
 def link_use(rows: Rows, _: Mapping[str, Rows]) -> str:
     """How much of the link the all-reduce of gradients uses during training, and what shared memory does instead."""
-    moved = [(row, one.value) for row in rows if (one := VALUES["bus_bandwidth"].read(row, rows)) is not None]
+    moved = [(row, rate) for row in rows if (rate := read("bus_bandwidth", row)) is not None]
     used = [(row, rate, row.figures["link_bytes_per_s"]) for row, rate in moved if "link_bytes_per_s" in row.figures]
     if not used:
-        return MISSING.format("the link beside the all-reduce")
+        return missing("the link beside the all-reduce")
     row, rate, link = max(used, key=lambda one: one[1] / one[2])
     text = (
         f"At most {rate / link:.0%}: {row.method} on {row.workers} workers at {_batch(row)} per worker moves "
         f"{rate / 1e9:.3g} GB/s of the {link / 1e9:.3g} GB/s that the link carries"
     )
-    alone = VALUES["of_probe"].read(row, rows)
+    alone = read("of_probe", row)
     if alone is not None:
-        text += f", {alone.value:.0%} of what an all-reduce reaches with no backward beside it"
+        text += f", {alone:.0%} of what an all-reduce reaches with no backward beside it"
     shared = [rate for one, rate in moved if one.method == "shared-memory" and one.workers == row.workers]
     return f"{text}. shared-memory moves {max(shared) / 1e9:.3g} GB/s." if shared else f"{text}."
+
+
+def remedies(rows: Rows, _: Mapping[str, Rows]) -> str:
+    """What a large batch loses against a small one after as many epochs, and what each remedy wins back.
+
+    The reference is the smallest batch; of the largest, the first in the file is without any remedy.
+    """
+    ended = [row for row in rows if row.figures.get("epochs") and "test_accuracy" in row.figures["epochs"][-1]]
+    sizes = sorted({row.point["global_batch"] for row in ended})
+    large = [row for row in ended if sizes and row.point["global_batch"] == sizes[-1]]
+    if len(sizes) < 2 or len(large) < 2:
+        return missing("a large batch with and without remedies")
+    reference = next(row for row in ended if row.point["global_batch"] == sizes[0])
+    plain, *remedied = large
+    count = len(reference.figures["epochs"])
+    lost = _accuracy(reference) - _accuracy(plain)
+    text = f"After {count} epochs {_told(reference)}, {_told(plain)}. "
+    if lost <= _doubt(reference, plain):
+        return f"{text}The large batch loses nothing that this test set could show, so there is nothing to mend."
+    best = max(remedied, key=_accuracy)
+    text += f"With remedies: {'; '.join(_told(row) for row in remedied)}. "
+    won = _accuracy(best) - _accuracy(plain)
+    if won <= _doubt(best, plain):
+        return f"{text}They do not help here."
+    gain = f"{won / lost:.0%} of the {100 * lost:.1f} points that were lost"
+    return f"{text}The best of them, {best.point['variant']}, wins back {gain}. One seed each."
+
+
+def _told(row: Row) -> str:
+    last = row.figures["epochs"][-1]
+    return (
+        f"{row.point['variant']} is at training loss {last['train_loss']:.3f} and test accuracy {_accuracy(row):.1%}"
+    )
+
+
+def _accuracy(row: Row) -> float:
+    return float(row.figures["epochs"][-1]["test_accuracy"])
+
+
+def _doubt(one: Row, other: Row) -> float:
+    """Two standard errors of a difference of accuracies, from the number of test samples."""
+    variance = 0.0
+    for row in (one, other):
+        right, share = row.figures["epochs"][-1].get("test_correct"), _accuracy(row)
+        if right and share:
+            variance += share * (1 - share) / (right / share)
+    return 2 * float(variance**0.5)
+
+
+def set_epoch(rows: Rows, _: Mapping[str, Rows]) -> str:
+    """What a rank gets from epoch to epoch, with and without set_epoch."""
+    by_name = {str(row.point.get("sampler")): row.figures for row in rows if "same_batches" in row.figures}
+    untold, told = by_name.get("DistributedSampler"), by_name.get("DistributedSampler, set_epoch")
+    if untold is None or told is None:
+        return missing("a sampler with and without set_epoch")
+    if untold["same_batches"] < 1:
+        return f"Nothing here: without set_epoch only {untold['same_batches']:.0%} of a rank's batches repeat."
+    text = (
+        "Without set_epoch every epoch is the first one again: all batches of a rank are those of the one before, "
+        f"and it has seen {untold['seen']:.0%} of the training set in all its epochs. With it "
+        f"{told['same_batches']:.0%} of the batches repeat, and it has seen {told['seen']:.0%}"
+    )
+    own = by_name.get("Syncline")
+    if own is not None and own["same_batches"] < 1:
+        found = f"{own['same_batches']:.0%} and {own['seen']:.0%}"
+        return f"{text}. Syncline's sharding takes the epoch as an argument: {found}."
+    return f"{text}."
+
+
+def what_travels(rows: Rows, _: Mapping[str, Rows]) -> str:
+    """Bytes of a step by batch-norm policy, beside the gradients."""
+    found = {
+        row.point["batch_norm"]: row.figures
+        for row in rows
+        if "start_bytes" in row.figures and (row.point.get("start"), row.point.get("classes")) == ("same", "all")
+    }
+    if not found:
+        return missing("the bytes of a step")
+    first = next(iter(found.values()))
+    text = (
+        f"Before the first step {format_bytes(first['start_bytes'])}, all weights and buffers of rank 0; in each "
+        f"step {format_bytes(first['gradient_bytes'])} of gradients, and"
+    )
+    return f"{text} {'; '.join(_besides(policy, figures) for policy, figures in found.items())}."
+
+
+def _besides(policy: str, figures: Mapping[str, Any]) -> str:
+    more = [f"{format_bytes(figures[kind])} of {kind}" for kind in ("buffers", "statistics") if figures.get(kind)]
+    return f"with batch norm {policy} {' and '.join(more) or 'nothing else'}"
+
+
+def only_gradients(rows: Rows, _: Mapping[str, Rows]) -> str:
+    """Where ranks drift apart although every gradient is averaged."""
+    found = [row for row in rows if "weights_apart" in row.figures]
+    local = [row for row in found if row.point["batch_norm"] == "local"]
+    start = next((row for row in local if row.point["start"] == "different"), None)
+    same = next((row for row in local if (row.point["start"], row.point["classes"]) == ("same", "all")), None)
+    if start is None or same is None:
+        return missing("training that sends gradients only")
+    told = []
+    if start.figures["weights_apart"] > 0:
+        told.append(
+            f"Ranks that did not start from the same weights stay {start.figures['weights_apart']:.0%} apart and are "
+            f"two models ({start.figures['accuracy_0']:.1%} and {start.figures['accuracy_1']:.1%} right)"
+        )
+    if same.figures["weights_apart"] == 0 and same.figures["means_apart"] > 0:
+        told.append(
+            "from the same start weights stay equal to the bit, but the running means of batch norm lie "
+            f"{same.figures['means_apart']:.1%} apart{_half(local, same)}"
+        )
+    whole = next((row for row in found if row.point["batch_norm"] == "sync" and row.point["start"] == "same"), None)
+    if told and whole is not None and whole.figures["means_apart"] == 0:
+        told.append("with statistics of the global batch (sync) nothing drifts")
+    return f"{'; '.join(told)}." if told else "Nothing drifted apart in this run."
+
+
+def _half(local: Rows, same: Row) -> str:
+    half = next((row for row in local if row.point["classes"] != "all"), None)
+    if half is None or half.figures["means_apart"] <= same.figures["means_apart"]:
+        return ""
+    return f", {half.figures['means_apart']:.1%} where each rank sees half of the classes"
 
 
 def _batch(row: Row) -> int:
@@ -213,22 +326,3 @@ def _samples(row: Row) -> int:
 
 def _sum(row: Row, names: tuple[str, ...]) -> float:
     return sum(row.parts.get(name, 0.0) for name in names)
-
-
-def _time(row: Row) -> float:
-    step = row.step()
-    assert step is not None, "only rows with timed steps are ranked"
-    return step.value
-
-
-def _step(row: Row) -> str:
-    return VALUES["step"].text(row.step())
-
-
-REPLICA_ANSWERS: dict[str, Answer] = {
-    "replicas-or-processes": replicas_or_processes,
-    "data-loading": data_loading,
-    "epoch-by-batch": epoch_by_batch,
-    "kind-of-scaling": kind_of_scaling,
-    "link-use": link_use,
-}

@@ -1,0 +1,153 @@
+"""A lab's own code: `answers.py` and `experiments.py` beside its `lab.toml`, loaded by their path.
+
+Mistakes in these files are told by file and line, before anything runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from syncline.errors import PlanError, SynclineError
+from syncline.study.answering import ANSWERS, Answer, Rows
+
+LABS = Path(str(resources.files("syncline"))) / "labs"
+MOVED = {
+    "syncline.measure.sampler:epochs_of_samplers": "hpml-dataparallel/experiments.py:epochs_of_samplers",
+    "syncline.measure.travels:travels": "hpml-dataparallel/experiments.py:travels",
+}
+"""Experiments under the names that older lab files and the folders of older lab runs know them by."""
+
+
+def built_in_labs() -> list[str]:
+    return sorted(path.parent.name for path in LABS.glob("*/lab.toml"))
+
+
+def load_file(path: Path) -> ModuleType:
+    """The file as a module under a private name. Every call runs it again: a notebook sees edits."""
+    path = path.resolve()
+    name = f"_syncline_lab_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise PlanError(f"cannot read {path}.", action="Put it there, or correct the name.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise PlanError(f"{error.filename}, line {error.lineno}: {error.msg}.") from error
+    except Exception as error:
+        raise PlanError(f"{blame(error, path)}.") from error
+    return module
+
+
+def blame(error: BaseException, path: Path) -> str:
+    """FILE, line N: what was raised there; the last line of that file on the way to the error."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    line = f", line {lines[-1]}" if lines else ""
+    return f"{path}{line}: {type(error).__name__}: {error}"
+
+
+def _functions(module: ModuleType) -> dict[str, Any]:
+    """The public functions that a file defines itself."""
+    found = inspect.getmembers(module, inspect.isfunction)
+    return {name: one for name, one in found if one.__module__ == module.__name__ and not name.startswith("_")}
+
+
+def load_answers(folder: Path) -> Mapping[str, Answer]:
+    """The functions of the folder's answers.py; `what_travels` answers to "what-travels" in the lab file."""
+    path = folder / "answers.py"
+    if not path.exists():
+        return {}
+    return {
+        name.replace("_", "-"): _guarded(function, name, path.resolve())
+        for name, function in _functions(load_file(path)).items()
+    }
+
+
+def _guarded(function: Answer, name: str, path: Path) -> Answer:
+    """An answer that fails says in which line of the lab's file."""
+
+    def answer(rows: Rows, others: Mapping[str, Rows]) -> str:
+        try:
+            text = function(rows, others)
+        except Exception as error:
+            action = "Finished cells are kept: correct it and run the same command again."
+            raise SynclineError(f"{blame(error, path)}.", action=action) from error
+        if not isinstance(text, str):
+            raise SynclineError(f"{path}: {name} returned {text!r}, not a sentence.")
+        return text
+
+    return answer
+
+
+def find_answers(wanted: set[str], own: Mapping[str, Answer]) -> dict[str, Answer]:
+    """By name: a lab's own answers first, then the general ones, then those of the labs that come with Syncline."""
+    found = {name: answer for name, answer in {**ANSWERS, **own}.items() if name in wanted}
+    known = [*own, *ANSWERS]
+    for answers in _built_in_answers() if wanted - found.keys() else ():
+        known += answers
+        found |= {name: answer for name, answer in answers.items() if name in wanted - found.keys()}
+    for name in sorted(wanted - found.keys()):
+        raise PlanError(f"unknown answer {name!r}; choose one of {', '.join(known)}, or define it in answers.py.")
+    return found
+
+
+def _built_in_answers() -> Iterator[Mapping[str, Answer]]:
+    return (load_answers(LABS / name) for name in built_in_labs())
+
+
+def resolve_call(call: str, folder: Path) -> str:
+    """FILE.py:FUNCTION with the file's whole path, as ranks need it; module:FUNCTION as it is. Both must exist."""
+    if call in MOVED:
+        call, folder = MOVED[call], LABS
+    file, _, name = call.rpartition(":")
+    if file.endswith(".py"):
+        call = f"{(folder / file).resolve()}:{name}"
+    load_call(call)
+    return call
+
+
+def load_call(call: str) -> Callable[..., Any]:
+    """The function that a stage calls on every rank: FILE.py:FUNCTION or module:FUNCTION."""
+    file, _, name = call.rpartition(":")
+    if file.endswith(".py"):
+        module = load_file(Path(file))
+    else:
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())  # as `python script.py` would
+        try:
+            module = importlib.import_module(file)
+        except (ImportError, ValueError) as error:
+            action = "Write FILE.py:FUNCTION, or module:FUNCTION with a module in this folder or on PYTHONPATH."
+            raise PlanError(f"cannot load {call!r}: {error}.", action=action) from error
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        there = f"It defines {', '.join(_functions(module))}." if _functions(module) else ""
+        raise PlanError(f"{file} has no function {name!r}.", action=there)
+    return function
+
+
+def call_identity(call: str) -> str:
+    """What a cell's result depends on: wherever the folder lies, but not on an experiment that was edited since.
+
+    Experiments that come with Syncline go by name, so that a report can still be made of older runs.
+    """
+    file, _, name = call.rpartition(":")
+    if not file.endswith(".py"):
+        return call
+    path = Path(file)
+    if path.is_relative_to(LABS):
+        short = f"{path.relative_to(LABS).as_posix()}:{name}"
+        return next((old for old, new in MOVED.items() if new == short), short)
+    return f"{hashlib.sha256(path.read_bytes()).hexdigest()}:{name}"
