@@ -31,6 +31,7 @@ from syncline.comm.torch_backend import adopt, connect
 from syncline.errors import PlanError, UsageError
 from syncline.launcher.environment import placement_from_environment
 from syncline.launcher.meeting import find_meeting
+from syncline.methods import METHODS, current_name, method_of
 from syncline.plan import parse_plan
 from syncline.resolve import choose_method
 from syncline.spans import EventLog
@@ -41,7 +42,6 @@ from syncline.sync.ddp import DDP
 from syncline.sync.flat import FlatSync
 from syncline.sync.hooks import CommHook
 from syncline.sync.sync_batch_norm import Statistics, SyncBatchNorm, synchronise_batch_norm
-from syncline.words import IN_ONE_PROCESS
 
 REFUSED = {
     "init_sync": "every rank always starts with rank 0's parameters",
@@ -92,23 +92,19 @@ class DataParallel(nn.Module):
         self.log = log or EventLog(keep=False)
         self.communicator = instrumented(_join(process_group, deadline_s), self.log, deadline_s=deadline_s)
         self.method, self.reason = _choose(method, module, self.communicator)
-        if self.method == IN_ONE_PROCESS:
-            raise PlanError(
-                f"method {IN_ONE_PROCESS} has no processes to average over.",
-                action="Take another method; for replicas on threads use `syncline train --method data-parallel`.",
-            )
-        if find_unused_parameters and self.method != "ddp":
+        if find_unused_parameters:
             options.setdefault("unused", "zero")
         # Refuses what the method does not take; what auto takes is fine whatever it chose.
         options = parse_plan({"method": method, "options": options}).options_for(self.method)
-        if find_unused_parameters and self.method == "ddp":
-            options["find_unused_parameters"] = True
+        row = METHODS[self.method]
+        if row.world == "threads":
+            raise PlanError(
+                f"method {row.name} has no processes to average over.",
+                action=f"Choose another method; for replicas on threads use `syncline train --method {row.name}`.",
+            )
         self.log.method = self.method
         self.module = module
-        # torch's own class pays for a log even where nobody reads it; syncline.record gives it one later.
-        unread = self.log.off and self.method == "ddp"
-        options["batch_norm"] = batch_norm
-        self.sync = make_sync(self.method, self.communicator, log=None if unread else self.log, **options)
+        self.sync = make_sync(self.method, self.communicator, log=self.log, batch_norm=batch_norm, **options)
         synchronised = batch_norm if batch_norm == "sync" else None
         # In a list, or it would be registered as a second submodule.
         self._attached = [attach(self.sync, module, synchronised)]
@@ -117,7 +113,7 @@ class DataParallel(nn.Module):
         # The first is what older versions of torch call the second.
         self._broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
         if batch_norm is not None:
-            self._broadcast_buffers = batch_norm == "broadcast" and self.method != "ddp"
+            self._broadcast_buffers = batch_norm == "broadcast" and not row.broadcasts_buffers
         self._ends_backward = False
         self._accumulates = False
         self._uneven: _Join | None = None
@@ -308,7 +304,8 @@ def host_index() -> int:
 
 def _choose(method: str, module: nn.Module, communicator: Communicator) -> tuple[str, str]:
     """The method that `auto` stands for here, and why."""
-    if method != "auto":
+    method = current_name(method, typed=True)
+    if not method_of(method).is_choice:
         return method, "asked for"
     devices = {parameter.device.type for parameter in module.parameters()} - {"cpu"}
     chosen, why = choose_method(

@@ -33,7 +33,7 @@ def _explain(problem: ErrorDetails, form: type[BaseModel], what: str) -> str:
         return f"unknown key {key!r} in {what}. {_nearest(key, _keys_beside(form, problem['loc']))}"
     if problem["type"] == "literal_error":
         allowed = [word.strip("' ") for word in problem["ctx"]["expected"].replace(" or ", ",").split(",")]
-        return f"{key}: {not_one_of(str(problem['input']), allowed)}"
+        return f"{key}: {unknown_value(str(problem['input']), allowed)}"
     if problem["type"] == "value_error":
         return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
     if problem["type"] == "model_type":
@@ -41,15 +41,15 @@ def _explain(problem: ErrorDetails, form: type[BaseModel], what: str) -> str:
     return f"{key}: {problem['msg'].removeprefix('Input ')}, not {problem['input']!r}."
 
 
-def not_one_of(value: str, allowed: Iterable[str]) -> str:
-    return f"{value!r} is not known. {_nearest(value, allowed)}"
+def unknown_value(value: str, allowed: Iterable[str]) -> str:
+    return f"unknown value {value!r}. {_nearest(value, allowed)}"
 
 
 def _nearest(word: str, allowed: Iterable[str]) -> str:
     allowed = list(allowed)
     close = difflib.get_close_matches(word, allowed, n=1, cutoff=0.5)
     question = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{question}Allowed: {', '.join(allowed)}."
+    return f"{question}Choose one of {', '.join(allowed)}."
 
 
 def _keys_beside(form: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
@@ -64,5 +64,6 @@ def _keys_beside(form: type[BaseModel], location: tuple[int | str, ...]) -> list
 
 def _section_of(annotation: Any) -> type[BaseModel]:
     """The section in `Section`, `list[Section]` or `Section | None`."""
-    found = annotation if isinstance(annotation, type) and not get_args(annotation) else None
-    return found or next(_section_of(inner) for inner in get_args(annotation) if inner is not type(None))
+    if isinstance(annotation, type) and not get_args(annotation):
+        return annotation
+    return next(_section_of(inner) for inner in get_args(annotation) if inner is not type(None))

@@ -11,17 +11,9 @@ import tomli_w
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from syncline.errors import PlanError
-from syncline.forms import Section, checked, not_one_of
-from syncline.words import (
-    IN_FILES,
-    IN_ONE_PROCESS,
-    METHOD_OPTIONS,
-    METHODS,
-    MODELS,
-    ON_ONE_HOST,
-    RECIPES,
-    RECIPES_OF_TEN_EPOCHS,
-)
+from syncline.forms import Section, checked, unknown_value
+from syncline.methods import CONTROL, METHODS, Method, current_name, method_of
+from syncline.words import IN_FILES, MODELS, RECIPES, RECIPES_OF_TEN_EPOCHS
 
 
 class Optimizer(Section):
@@ -129,7 +121,7 @@ class Plan(Section):
     """Tokens of a text; the model's usual number if absent."""
     loaders: int | None = Field(None, ge=0, le=256)
     """Processes per worker that make batches ahead; 0 makes them in the worker. 0 for data in memory if absent."""
-    method: str = "ddp"
+    method: str = CONTROL
     """How gradients are synchronised."""
     options: Options = Options()
     workers: int = Field(2, ge=1)
@@ -182,15 +174,16 @@ class Plan(Section):
     @field_validator("method")
     @classmethod
     def _method_is_known(cls, value: str) -> str:
+        value = current_name(value)
         if value not in METHODS:
-            raise ValueError(not_one_of(value, METHODS))
+            raise ValueError(unknown_value(value, METHODS))
         return value
 
     @field_validator("model")
     @classmethod
     def _model_is_known(cls, value: str) -> str:
         if value not in MODELS and ":" not in value:
-            raise ValueError(f"{not_one_of(value, MODELS)} Or give your own as module:callable.")
+            raise ValueError(f"{unknown_value(value, MODELS)} Or give your own as module:callable.")
         return value
 
     @field_validator("compute")
@@ -198,7 +191,7 @@ class Plan(Section):
     def _compute_is_known(cls, value: str) -> str:
         kind, _, path = value.partition(":")
         if value != "real" and (kind not in ("replay", "sleep") or not path):
-            raise ValueError(f"{value!r} is not known. Allowed: real, replay:RUN, sleep:FILE.")
+            raise ValueError(unknown_value(value, ("real", "replay:RUN", "sleep:FILE")))
         return value
 
     @model_validator(mode="before")
@@ -207,7 +200,7 @@ class Plan(Section):
         if not isinstance(given, Mapping):
             return given
         filled = {key: value for key, value in given.items() if value is not None}
-        if filled.get("method") == "single":
+        if method_of(str(filled.get("method", ""))).world == "worker":
             filled.setdefault("workers", 1)
         if isinstance(filled.get("hosts"), int) and filled["hosts"] > 1:
             filled.setdefault("workers", filled["hosts"])
@@ -225,15 +218,7 @@ class Plan(Section):
     def _keys_agree(self) -> Self:
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs contradict each other: give one of them.")
-        if self.method == "single" and self.workers != 1:
-            raise ValueError(
-                f"method single is one worker, but workers is {self.workers}: "
-                "set workers to 1 or take another method."
-            )
-        for option in self.options.model_dump(exclude_none=True):
-            if option not in METHOD_OPTIONS.get(self.method, ()):
-                takers = ", ".join(name for name, taken in METHOD_OPTIONS.items() if option in taken)
-                raise ValueError(f"method {self.method} has no option {option}; it is for {takers}.")
+        self._method_fits()
         if self.options.transfer_dtype is not None and self.options.collective == "native":
             raise ValueError(
                 "options.transfer_dtype needs a collective of our own: leave native out, or take direct."
@@ -244,8 +229,6 @@ class Plan(Section):
             raise ValueError(f"workers {self.workers} cannot be spread evenly over hosts {self.hosts}.")
         if self.link is not None and self.hosts == 1:
             raise ValueError("link is the rate between emulated hosts: give hosts too.")
-        if self.hosts > 1 and self.method in ON_ONE_HOST:
-            raise ValueError(f"method {self.method} is for ranks of one host, but hosts is {self.hosts}.")
         if self.accumulate > 1 and self.global_batch < self.workers * self.accumulate:
             raise ValueError(
                 f"global_batch {self.global_batch} is smaller than workers {self.workers} x accumulate "
@@ -269,12 +252,30 @@ class Plan(Section):
             raise ValueError(f"data {self.data} needs data_dir (--data-dir): the folder that holds the images.")
         if self.backend == "nccl" and self.device == "cpu":
             raise ValueError("backend nccl needs device cuda: take gloo, or device cuda.")
-        if self.method == "mpi" and self.max_restarts:
-            raise ValueError("method mpi cannot restart its ranks: leave max_restarts out, or take another method.")
-        if self.method == "mpi" and self.device != "cpu":
-            raise ValueError("method mpi sends from the memory of the CPU: take device cpu, or another method.")
         self._nothing_is_learnt_in_replay()
         return self
+
+    def _method_fits(self) -> None:
+        row = self.method_row
+        if row.world == "worker" and self.workers != 1:
+            raise ValueError(
+                f"method {row.name} is one worker, but workers is {self.workers}: "
+                "set workers to 1 or choose another method."
+            )
+        for option in self.options.model_dump(exclude_none=True):
+            if option not in row.options:
+                takers = ", ".join(other.name for other in METHODS.values() if option in other.options)
+                raise ValueError(f"method {row.name} has no option {option}; it is for {takers}.")
+        if self.hosts > 1 and row.one_host:
+            raise ValueError(f"method {row.name} is for ranks of one host, but hosts is {self.hosts}.")
+        if row.world == "mpiexec" and self.max_restarts:
+            raise ValueError(
+                f"method {row.name} cannot restart its ranks: leave max_restarts out, or choose another method."
+            )
+        if row.cpu_only and self.device != "cpu":
+            raise ValueError(
+                f"method {row.name} averages in the memory of the CPU: choose device cpu, or another method."
+            )
 
     def _nothing_is_learnt_in_replay(self) -> None:
         if not self.replayed:
@@ -306,8 +307,13 @@ class Plan(Section):
         return f"replayed from {name}" if kind == "replay" else f"stated in {name}"
 
     @property
+    def method_row(self) -> Method:
+        return METHODS[self.method]
+
+    @property
     def num_ranks(self) -> int:
-        return 1 if self.method == IN_ONE_PROCESS else self.workers
+        """Processes of the run, which are the workers but where those are threads."""
+        return 1 if self.method_row.world == "threads" else self.workers
 
     def replace(self, **changes: Any) -> Plan:
         """A new, checked plan with some keys changed. Another recipe brings its own optimiser settings."""
@@ -323,10 +329,11 @@ class Plan(Section):
 
     def options_for(self, method: str) -> dict[str, Any]:
         """The options that this method takes, for comparisons of several methods under one plan."""
-        if method == IN_ONE_PROCESS:
+        row = method_of(method)
+        if row.world == "threads":
             return {"replicas": self.workers}
         given = self.options.model_dump(exclude_none=True)
-        return {name: value for name, value in given.items() if name in METHOD_OPTIONS.get(method, ())}
+        return {name: value for name, value in given.items() if name in row.options}
 
     def to_toml(self) -> str:
         return tomli_w.dumps(self.model_dump(exclude_none=True))
@@ -339,26 +346,36 @@ def compute_source(compute: str) -> tuple[str, Path]:
 
 
 def load_plan(path: Path | None, overrides: Mapping[str, Any]) -> Plan:
-    """The plan of a TOML file (or the defaults), with `overrides` on top; None there means 'not given'."""
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            values = tomllib.loads(path.read_text())
-        except OSError as error:
-            raise PlanError(f"cannot read the plan {path}: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise PlanError(f"cannot read the plan {path}: it is not text.") from error
-        except tomllib.TOMLDecodeError as error:
-            raise PlanError(f"{path} is not valid TOML: {error}.") from error
+    """The plan of a user's TOML file (or the defaults), with `overrides` on top; None there means 'not given'."""
+    values = _read_toml(path) if path is not None else {}
     given = {key: value for key, value in overrides.items() if value is not None}
     for one, other in (("steps", "epochs"), ("epochs", "steps")):
         if one in given and other not in given:
             values.pop(other, None)  # a flag for the one length replaces the other length of the file
-    return parse_plan(_merge(values, given))
+    merged = _merge(values, given)
+    if isinstance(merged.get("method"), str):
+        merged["method"] = current_name(merged["method"], typed=True)
+    return parse_plan(merged)
+
+
+def stored_plan(path: Path) -> Plan:
+    """The plan in a run folder, also that of an earlier version."""
+    return parse_plan(_read_toml(path))
 
 
 def parse_plan(values: Mapping[str, Any]) -> Plan:
     return checked(Plan, values, "the plan")
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise PlanError(f"cannot read the plan {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"cannot read the plan {path}: it is not text.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"{path} is not valid TOML: {error}.") from error
 
 
 def _merge(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from syncline.launcher.machine import keep_freed_memory
 from syncline.launcher.meeting import find_meeting
 from syncline.plan import Plan
 from syncline.spans import EventLog
-from syncline.words import IN_ONE_PROCESS
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,10 @@ def _device(plan: Plan, place: Placement) -> torch.device:
 
 
 def backend_of(plan: Plan, place: Placement) -> Communicator:
-    if plan.num_ranks == 1 and plan.method in ("single", IN_ONE_PROCESS):
+    if plan.num_ranks == 1 and plan.method_row.alone:
         return ThreadCommunicator(ThreadWorld(1, deadline_s=plan.deadline_s), 0)
     deadline = timedelta(seconds=plan.deadline_s)
-    if plan.method == "mpi":
+    if plan.method_row.world == "mpiexec":
         return connect_mpi(deadline)
     meeting = None if place.master_addr else find_meeting(place)
     if not place.master_addr and meeting is None:

@@ -37,6 +37,7 @@ from syncline.comm.torch_backend import adopt
 from syncline.data_parallel import DataParallel, host_index
 from syncline.errors import RunFolderError, SynclineError, UsageError
 from syncline.measure.statistics import timing
+from syncline.methods import BASELINE, CONTROL, METHODS
 from syncline.plan import Plan
 from syncline.spans import EventLog
 from syncline.store import RunFolder, create_run
@@ -109,7 +110,7 @@ class Recording:
         """As a plan, so that every reader of run folders understands it; what a plan cannot say has its default."""
         kind = type(self._world.module)
         name = kind.__name__.lower() if kind.__name__.lower() in MODELS else f"{kind.__module__}:{kind.__qualname__}"
-        workers = 1 if self._world.method == "single" else self._world.size
+        workers = 1 if METHODS[self._world.method].world == "worker" else self._world.size
         plan = Plan(model=name, method=self._world.method, workers=workers, threads=torch.get_num_threads())
         return create_run(self._folder, kind="record", plan=plan, label=f"{self._world.method}-{self._world.size}")
 
@@ -239,7 +240,7 @@ class _World:
 
     def __init__(self, model: nn.Module) -> None:
         self.rank, self.size, self.host = 0, 1, 0
-        self.method, self.module = "single", model
+        self.method, self.module = BASELINE, model
         self.communicator: Communicator | None = None
         self._model = model
         if isinstance(model, DataParallel):
@@ -247,7 +248,7 @@ class _World:
         elif isinstance(model, DistributedDataParallel):
             deadline = timedelta(seconds=Communicator.deadline_s)
             self.communicator = adopt(model.process_group, deadline=deadline, host_index=host_index())
-            self.method, self.module = "ddp", model.module
+            self.method, self.module = CONTROL, model.module
         elif dist.is_initialized() and dist.get_world_size() > 1:
             raise UsageError(
                 f"a plain module on {dist.get_world_size()} ranks: nothing here says how its gradients are averaged.",

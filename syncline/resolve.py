@@ -9,6 +9,7 @@ from typing import Any
 from syncline.errors import PlanError
 from syncline.launcher.local import cores, default_threads
 from syncline.launcher.machine import STRONG_MEMORY_ORDER
+from syncline.methods import BASELINE, IN_MEMORY, ON_LINKS
 from syncline.plan import Plan, compute_source
 from syncline.units import format_bytes, format_seconds
 from syncline.words import IN_FILES
@@ -30,7 +31,7 @@ def resolve(
         changes["threads"] = plan.threads or default_threads(ranks_per_host)
         name = changes.get("data", plan.data)
         changes["loaders"] = default_loaders(name, ranks_per_host) if plan.loaders is None else plan.loaders
-    if plan.method == "auto":
+    if plan.method_row.is_choice:
         changes["method"], why = choose_method(device=plan.device, workers=plan.workers, num_hosts=num_hosts)
         sentence += f" Method {changes['method']}: {why}."
     return plan.replace(**changes), sentence
@@ -83,11 +84,11 @@ def default_loaders(data: str, ranks_per_host: int) -> int:
 def choose_method(*, device: str, workers: int, num_hosts: int) -> tuple[str, str]:
     """What `auto` stands for, and why. Never a lossy one."""
     if workers == 1:
-        return "single", "there is one worker"
+        return BASELINE, "there is one worker"
     if device != "cpu":
-        return "bucketed", "the model is not on the cpu"
+        return ON_LINKS, "the model is not on the cpu"
     if num_hosts > 1:
-        return "bucketed", "ranks are on several hosts"
+        return ON_LINKS, "ranks are on several hosts"
     if platform.machine() not in STRONG_MEMORY_ORDER:
-        return "bucketed", f"shared memory is not proven on {platform.machine()}"
-    return "shared-memory", "all ranks are on one host"
+        return ON_LINKS, f"shared memory is not proven on {platform.machine()}"
+    return IN_MEMORY, "all ranks are on one host"

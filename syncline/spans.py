@@ -28,6 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from syncline.methods import OLD_NAMES
+
 FORMAT = 1
 FLUSH_EVERY_NS = 1_000_000_000
 
@@ -132,7 +134,12 @@ def read_records(path: Path) -> Iterator[Record | None]:
             record = json.loads(line)
         except ValueError:
             record = None
-        yield record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
+        if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+            yield None
+            continue
+        if record.get("method") in OLD_NAMES:
+            record["method"] = OLD_NAMES[record["method"]]
+        yield record
 
 
 def read_log(path: Path) -> list[Record]:

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 from syncline.errors import RunFolderError
 from syncline.events import NO_EVENTS, Events, read_events
 from syncline.marks import Mark, marks_of
-from syncline.plan import Plan, load_plan
+from syncline.plan import Plan, stored_plan
 
 if TYPE_CHECKING:
     import polars
@@ -71,7 +71,7 @@ class RunFolder:
         return self.path / "events" / f"rank-{rank}.jsonl"
 
     def plan(self) -> Plan:
-        return load_plan(self.path / "plan.toml", {})
+        return stored_plan(self.path / "plan.toml")
 
     def info(self) -> dict[str, Any]:
         return _read_json(self.path / "run.json")

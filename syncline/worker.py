@@ -29,6 +29,7 @@ from syncline.measure.compare import Comparison, contenders
 from syncline.measure.load import LoadMeter
 from syncline.measure.probe import run_probe
 from syncline.measure.statistics import counted, timing
+from syncline.methods import BASELINE
 from syncline.plan import Plan, load_plan
 from syncline.rank import Rank, backend_of, joined, place_of
 from syncline.report.display import Display
@@ -176,7 +177,7 @@ def _calibrate(rank: Rank, run: RunFolder, batches: Batches) -> None:
     else:
         model = make_model(plan, rank.device, batches.task)
         optimizer, smoothing = make_optimizer(plan, model), plan.optimizer.label_smoothing
-        alone = make_sync("single", communicator)
+        alone = make_sync(BASELINE, communicator)
         worker = Worker(model, alone.attach(model), alone, optimizer, batches, rank.log, smoothing)
         sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, communicator.world_size)
         steps = calibrate(worker, sharding, plan.measure.calibration, communicator)

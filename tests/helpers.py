@@ -18,8 +18,9 @@ from syncline.comm.threads import ThreadCommunicator, ThreadWorld, run_threads
 from syncline.comm.torch_backend import connect
 from syncline.errors import CommunicationError, PlanError
 from syncline.launcher.environment import placement_from_environment
+from syncline.methods import METHODS
 from syncline.spans import EventLog
-from syncline.sync import CLASSES, make_sync
+from syncline.sync import make_sync
 from syncline.workload.batches import Batches, ImageBatches
 from syncline.workload.images import ImageSet
 from syncline.workload.synthetic import synthetic_images
@@ -91,8 +92,8 @@ def runs_on_threads(method: str) -> bool:
     return True
 
 
-MANY_WORKERS = [method for method in CLASSES if method not in ("single", "mpi", "data-parallel")]
-"""Methods that average over ranks that torch starts; mpi and data-parallel have tests of their own."""
+MANY_WORKERS = [name for name, row in METHODS.items() if row.takes_turns and not row.alone]
+"""Methods that average over ranks that torch starts; mpi and thread-replicas have tests of their own."""
 ON_THREADS = [method for method in MANY_WORKERS if runs_on_threads(method)]
 
 

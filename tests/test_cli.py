@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 from conftest import Cli
 
-from syncline.cli.compare import IN_ONE_WORLD
 from syncline.cli.verify import SENDING
+from syncline.methods import METHODS
 from syncline.plan import parse_plan
-from syncline.words import METHODS
 
 PLACE = ("--hosts", "--workers-per-host", "--link", "--nodes", "--node-rank", "--rendezvous", "--join-timeout")
 VERBS = {
@@ -93,7 +92,7 @@ def test_quick_answers_load_neither_torch_nor_frames(arguments: list[str], tmp_p
 
 def test_methods_are_listed_for_people_and_programs(cli: Cli) -> None:
     assert [line.split()[0] for line in cli("methods").stdout.splitlines()] == list(METHODS)
-    assert json.loads(cli("methods", "--json").stdout) == METHODS
+    assert json.loads(cli("methods", "--json").stdout) == {name: row.about for name, row in METHODS.items()}
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -110,7 +109,7 @@ def assert_nothing_written(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--set", "modle=cnn"], ["'modle'", "Did you mean 'model'?", "Allowed:"]),
+        (["--set", "modle=cnn"], ["'modle'", "Did you mean 'model'?", "Choose one of"]),
         (["--set", "optimizer.learning_rat=1"], ["'optimizer.learning_rat'", "'optimizer.learning_rate'"]),
         (["--set", "seed"], ["--set", "KEY=VALUE"]),
         (["--set", "optimizer.learning_rate=fast"], ["optimizer.learning_rate", "'fast'"]),
@@ -312,9 +311,10 @@ def test_runs_and_last_run(cli: Cli) -> None:
 
 def test_compare_times_every_method_and_their_losses_agree(cli: Cli) -> None:
     arguments = ("--model", "cnn", "--data", "synthetic", "--workers", 2, "--global-batch", 16, "--steps", 3)
-    document = one_document(cli("compare", *arguments, "--methods", ",".join(IN_ONE_WORLD), "--json"))
+    names = [name for name, row in METHODS.items() if row.takes_turns]
+    document = one_document(cli("compare", *arguments, "--methods", ",".join(names), "--json"))
     rows = {row["label"]: row for row in document["rows"]}
-    assert [label for label in rows if label != "single, all cores"] == IN_ONE_WORLD
+    assert [label for label in rows if label != "single, all cores"] == names
     for label, row in rows.items():
         assert row["step"]["counted"] == 3
         assert row["images_per_s"] > 0

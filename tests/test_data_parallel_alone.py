@@ -80,7 +80,7 @@ def test_scripts_that_find_unused_parameters_run_alone_too() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "words"),
     [
-        ("rign", {}, "'rign' is not known. Did you mean 'ring'?"),
+        ("rign", {}, "unknown value 'rign'. Did you mean 'ring'?"),
         ("bucketed", {"bucket_cap": 3}, "unknown key 'options.bucket_cap'"),
         ("bucketed", {"bucket_cap_mb": -1}, "bucket_cap_mb"),
         ("all-reduce", {"bucket_cap_mb": 3}, "method all-reduce has no option bucket_cap_mb"),

@@ -128,7 +128,7 @@ def test_a_cell_that_is_too_large_by_measured_bytes_is_left_out() -> None:
     assert does_not_fit(cell(2, 900, "ddp"), measured) == (
         "needs about 1.1 GB of memory, at a measured 1.0 MB per sample; 1.0 GB may be taken"
     )
-    assert needed_bytes(cell(2, 800, "ddp", "data-parallel"), 1e6, 1e8) == 1.8e9, "rank 0 takes the whole batch too"
+    assert needed_bytes(cell(2, 800, "ddp", "thread-replicas"), 1e6, 1e8) == 1.8e9, "rank 0 takes the whole batch too"
     assert does_not_fit(cell(2, 10**9, "ddp"), []) is None
     assert does_not_fit(cell(2, 10**9, "ddp"), [Row("memory", {"model": "cnn"}, figures=figures)]) is None
 

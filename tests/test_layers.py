@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 import syncline
+from syncline.methods import METHODS, OLD_NAMES
 
 PACKAGE = Path(syncline.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = ("errors", "units", "forms", "words", "plan", "spans", "events", "marks")
+GROUND = ("errors", "units", "forms", "words", "methods", "plan", "spans", "events", "marks")
 STAGES = (
     "launcher",
     "comm",
@@ -121,3 +122,64 @@ def test_one_file_reads_the_rank_from_the_environment() -> None:
     assert readers == ["launcher/environment.py"]
     assert rank_variables_in("import os\nrank = int(os.environ['RANK'])") == {"RANK"}
     assert rank_variables_in("from os import getenv\nx = getenv('WORLD_SIZE', 'RANK is 1')") == {"WORLD_SIZE"}
+
+
+NAMES = {*METHODS, *OLD_NAMES}
+OTHER_MEANINGS = {"mpi", "auto", "shared-memory", "ring", "tree", "halving-doubling"}
+"""Names of methods that are also a launcher, a way to choose data, a backend to probe or a collective."""
+SPEAK_OF_METHODS = ("methods.py", "labs/")
+"""The table itself, and a lab's own answers, which say what its assignment asks about certain methods."""
+
+
+def asked_names(source: str) -> set[str]:
+    """Names of methods that the code compares with, collects or looks up. A call with a name asks nothing.
+
+    A name that has other meanings too counts where it is compared with something called a method.
+    """
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        asked = [ast.dump(node) for node in ast.walk(node)] if isinstance(node, ast.Compare) else []
+        about_method = any("id='method" in text or "attr='method" in text for text in asked)
+        parts: list[ast.expr | None] = []
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.Tuple | ast.List | ast.Set):
+            parts = [*node.elts]
+        elif isinstance(node, ast.Dict):
+            parts = [*node.keys]
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.MatchValue):
+            parts = [node.value]
+        elif isinstance(node, ast.Subscript):
+            parts = [node.slice]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            parts = [*node.args] if node.func.attr in ("get", "startswith", "endswith", "count", "index") else []
+        inner = [item for part in parts if part is not None for item in ast.walk(part)] if about_method else parts
+        names = {item.value for item in inner if isinstance(item, ast.Constant) and item.value in NAMES}
+        found |= names if about_method else names - OTHER_MEANINGS
+    return found
+
+
+def test_no_code_outside_the_table_asks_for_a_method_by_name() -> None:
+    asking = {str(path.relative_to(PACKAGE)): asked_names(path.read_text()) for path in MODULES}
+    assert [name for name, found in asking.items() if found and not name.startswith(SPEAK_OF_METHODS)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("if plan.method == 'mpi': pass", {"mpi"}),
+        ("if method not in ('auto', 'ddp'): pass", {"auto", "ddp"}),
+        ("if 'shared-memory' in methods: pass", {"shared-memory"}),
+        ("if name == 'single': pass", {"single"}),
+        ("QUICK = ['ddp', 'bucketed']", {"ddp", "bucketed"}),
+        ("BASE: str = 'single'", {"single"}),
+        ("HELP = {'data-parallel': 'threads'}", {"data-parallel"}),
+        ("match plan.method:\n    case 'ddp': pass", {"ddp"}),
+        ("times['ddp']; times.get('bucketed'); label.startswith('single')", {"ddp", "bucketed", "single"}),
+        ("if data == 'auto' or launcher == 'mpi': pass", set()),
+        ("make_sync('all-reduce', communicator); f(method='ddp')", set()),
+        ("if METHODS[plan.method].one_host: pass", set()),
+    ],
+)
+def test_questions_for_a_name_are_caught(source: str, asked: set[str]) -> None:
+    assert asked_names(source) == asked

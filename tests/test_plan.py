@@ -12,8 +12,9 @@ from pydantic import ValidationError
 from syncline import sync
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.errors import PlanError
+from syncline.methods import METHODS
 from syncline.plan import Plan, load_plan, parse_plan
-from syncline.words import DATA, METHOD_OPTIONS, METHODS, MODELS
+from syncline.words import DATA, MODELS
 from syncline.workload.models import BUILDERS
 from syncline.workload.shapes import SHAPES
 from syncline.workload.sources import DATA_NAMES
@@ -24,7 +25,7 @@ from syncline.workload.sources import DATA_NAMES
     [
         ({"methd": "ddp"}, ["'methd'", "'method'", "global_batch"]),
         ({"optimizer": {"learning_rat": 1}}, ["'optimizer.learning_rat'", "'optimizer.learning_rate'", "momentum"]),
-        ({"zzzzzz": 1}, ["'zzzzzz'", "Allowed: model, data"]),
+        ({"zzzzzz": 1}, ["'zzzzzz'", "Choose one of model, data"]),
         ({"method": "al-reduce"}, ["method", "'al-reduce'", "'all-reduce'", *METHODS]),
         ({"data": "cifar"}, ["data", "'cifar10'", *DATA]),
         ({"model": "vg11"}, ["model", "'vg11'", "'vgg11'", *MODELS, "module:callable"]),
@@ -168,8 +169,7 @@ OPTIONS = {
 
 
 def test_every_option_has_an_example_here() -> None:
-    assert {option for taken in METHOD_OPTIONS.values() for option in taken} == set(OPTIONS)
-    assert set(METHOD_OPTIONS) <= set(METHODS)
+    assert {option for row in METHODS.values() for option in row.options} == set(OPTIONS)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -177,7 +177,7 @@ def test_method_is_taken_with_its_options_and_no_other(method: str) -> None:
     assert parse_plan({"method": method}).method == method
     for option, value in OPTIONS.items():
         values = {"method": method, "options": {option: value}}
-        if option in METHOD_OPTIONS.get(method, ()):
+        if option in METHODS[method].options:
             assert parse_plan(values).options_for(method) == {option: value}
         else:
             with pytest.raises(PlanError, match=option):
@@ -185,21 +185,18 @@ def test_method_is_taken_with_its_options_and_no_other(method: str) -> None:
 
 
 def test_tables_are_what_the_stages_implement() -> None:
-    assert set(sync.CLASSES) == set(METHODS) - {"auto"}  # resolved before any rank starts
     assert set(get_args(Plan.model_fields["data"].annotation)) == set(DATA)
     assert set(DATA) == {*DATA_NAMES, *SHAPES}
     assert set(BUILDERS) == set(MODELS)
 
 
-@pytest.mark.parametrize("method", sync.CLASSES)
+@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if not row.is_choice])
 def test_method_can_be_made_by_its_name_and_takes_its_options(method: str) -> None:
     """On one thread, or else it says what it needs instead."""
     one_thread = ThreadCommunicator(ThreadWorld(1), 0)
     try:
         made = [sync.make_sync(method, one_thread)]
-        made += [
-            sync.make_sync(method, one_thread, **{name: OPTIONS[name]}) for name in METHOD_OPTIONS.get(method, ())
-        ]
+        made += [sync.make_sync(method, one_thread, **{name: OPTIONS[name]}) for name in METHODS[method].options]
     except PlanError as error:
         assert method in str(error)  # noqa: PT017
         assert method == "ddp"

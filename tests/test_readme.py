@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from syncline.cli.app import app
-from syncline.words import METHODS
+from syncline.methods import METHODS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

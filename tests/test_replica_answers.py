@@ -34,41 +34,41 @@ def say(name: str, rows: list[Row], **others: list[Row]) -> str:
 
 def test_processes_are_faster_because_threads_lose_more_than_sending_costs() -> None:
     rows = [
-        row("data-parallel", 2, *[2.0] * 5, parts={"forward": 0.8, "backward": 1.2}),
+        row("thread-replicas", 2, *[2.0] * 5, parts={"forward": 0.8, "backward": 1.2}),
         row("ddp", 2, *[1.0] * 5, parts={**COMPUTE, "wire": 0.1}),
     ]
     said = say("replicas-or-processes", rows)
     assert said.startswith(
         "On 2 workers ddp is faster at 8 samples per worker (1.00 ±0.00 s a step with ddp, 2.00 ±0.00 s with "
-        "data-parallel: 2.00 times as long). At 8, forward"
+        "thread-replicas: 2.00 times as long). At 8, forward"
     )
-    assert "forward and backward take 1.10 s longer in data-parallel" in said
-    assert "sending takes 100 ms that data-parallel does not have: threads that share one interpreter" in said
+    assert "forward and backward take 1.10 s longer in thread-replicas" in said
+    assert "sending takes 100 ms that thread-replicas does not have: threads that share one interpreter" in said
 
 
 def test_replicas_are_faster_where_sending_costs_more() -> None:
     rows = [
-        row("data-parallel", 2, *[1.0] * 5, parts=COMPUTE),
+        row("thread-replicas", 2, *[1.0] * 5, parts=COMPUTE),
         row("ddp", 2, *[1.5] * 5, parts={**COMPUTE, "wire": 0.6}),
     ]
     said = say("replicas-or-processes", rows)
-    assert "On 2 workers data-parallel is faster at 8 samples per worker" in said
+    assert "On 2 workers thread-replicas is faster at 8 samples per worker" in said
     assert "1.50 times as long" in said
     assert "the threads lose nothing to each other, and save the sending" in said
-    slow = row("data-parallel", 2, *[1.1] * 5, parts={"forward": 0.3, "backward": 0.8})
+    slow = row("thread-replicas", 2, *[1.1] * 5, parts={"forward": 0.3, "backward": 0.8})
     assert "the threads save more than they lose to each other" in say("replicas-or-processes", [slow, rows[1]])
 
 
 def test_what_the_parts_do_not_explain_is_left_unexplained() -> None:
     rows = [
-        row("data-parallel", 2, *[2.0] * 5, parts={**COMPUTE, "update": 1.1}),
+        row("thread-replicas", 2, *[2.0] * 5, parts={**COMPUTE, "update": 1.1}),
         row("ddp", 2, *[1.0] * 5, parts={**COMPUTE, "wire": 0.1}),
     ]
     assert "that alone does not explain the difference" in say("replicas-or-processes", rows)
 
 
 def test_no_difference_is_said_and_not_explained() -> None:
-    rows = [row("data-parallel", 2, 1.0, 1.5, 2.0), row("ddp", 2, 1.1, 1.6, 2.1)]
+    rows = [row("thread-replicas", 2, 1.0, 1.5, 2.0), row("ddp", 2, 1.1, 1.6, 2.1)]
     said = say("replicas-or-processes", rows)
     assert "there is no difference that this run could show" in said
     assert "faster" not in said
@@ -79,7 +79,7 @@ def test_no_difference_is_said_and_not_explained() -> None:
 def test_workers_that_share_cores_are_not_what_is_judged() -> None:
     shared = (STRETCHED,)
     rows = [row(method, count, *[1.0 * count] * 5, marks=shared if count == 4 else ())
-            for count in (2, 4) for method in ("data-parallel", "ddp")]  # fmt: skip
+            for count in (2, 4) for method in ("thread-replicas", "ddp")]  # fmt: skip
     assert say("replicas-or-processes", rows).startswith("On 2 workers")
 
 
@@ -97,9 +97,9 @@ def test_an_epoch_without_data_leaves_the_waiting_out() -> None:
 
 
 def test_what_loading_costs() -> None:
-    slow = [epoch("ddp", 8, 1.0, 0.2), epoch("data-parallel", 8, 1.0, 0.1)]
+    slow = [epoch("ddp", 8, 1.0, 0.2), epoch("thread-replicas", 8, 1.0, 0.1)]
     said = say("data-loading", slow)
-    assert "adds between 11.1% (data-parallel, 8 per worker) and 25.0% (ddp, 8 per worker)" in said
+    assert "adds between 11.1% (thread-replicas, 8 per worker) and 25.0% (ddp, 8 per worker)" in said
     assert say("data-loading", [epoch("ddp", 8, 1.0, 0.001)]).startswith(
         "Almost nothing: waiting for batches adds at most 0.1%"
     )

@@ -15,7 +15,7 @@ from syncline.study.links import with_links
 from syncline.study.rows import Row
 from syncline.study.timeline import Bar, Timeline
 
-METHODS = ("ddp", "data-parallel", "shared-memory")
+METHODS = ("ddp", "thread-replicas", "shared-memory")
 EXPERIMENTS = {
     "order": [({"sampler": name}, {"same_batches": same, "same_shard": same, "seen": 0.5})
               for name, same in (("DistributedSampler", 1.0), ("DistributedSampler, set_epoch", 0.0))],

@@ -1,4 +1,4 @@
-"""data-parallel: replicas on threads give the gradients of one model on the whole batch."""
+"""thread-replicas: replicas on threads give the gradients of one model on the whole batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_gradients_are_those_of_the_whole_batch(replicas: int, batch: int) -> No
     inputs = torch.randn(batch, 4, dtype=torch.float64)
     expected = gradients_of(model, model, inputs)
     with one_compute_thread():
-        sync = make_sync("data-parallel", ThreadCommunicator(ThreadWorld(1), 0), replicas=replicas)
+        sync = make_sync("thread-replicas", ThreadCommunicator(ThreadWorld(1), 0), replicas=replicas)
         found = gradients_of(model, sync.attach(model), inputs)
         sync.finish()
         sync.detach()

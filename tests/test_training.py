@@ -15,14 +15,14 @@ import pytest
 from conftest import Cli, cli_environment
 
 from syncline.launcher.local import run_ranks
+from syncline.methods import METHODS
 from syncline.plan import Plan
 from syncline.rank import joined
 from syncline.spans import read_log
 from syncline.store import RunFolder, create_run
-from syncline.words import METHODS
 
 PHASES = {"data", "forward", "backward", "sync", "update"}
-SENDING = [name for name in METHODS if name not in ("single", "auto", "mpi", "data-parallel")]
+SENDING = [name for name, row in METHODS.items() if row.takes_turns and not row.alone]
 """auto is one of the others, and mpi has a world of its own."""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from typing import TextIO
 
 from syncline.errors import Interrupted, RankFailed, SynclineError
 
@@ -13,6 +15,7 @@ class Told(SystemExit):
 
 def main() -> None:
     """Run a verb. Our own errors become one line on stderr and their exit code; nothing else is caught."""
+    warnings.showwarning = _say_warning
     try:
         from syncline.cli.app import app
 
@@ -31,6 +34,14 @@ def main() -> None:
         if leaving.code == Interrupted.exit_code:  # typer makes this of a Ctrl-C, without a word
             _fail(Interrupted("Stopped by Ctrl-C."))
         raise
+
+
+def _say_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None,
+    line: str | None = None,
+) -> None:  # fmt: skip
+    """One line for people who gave a command; where in the code it came from does not help them."""
+    print(f"syncline: {message}", file=sys.stderr, flush=True)
 
 
 def _fail(error: SynclineError) -> None:

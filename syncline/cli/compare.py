@@ -13,13 +13,11 @@ from syncline.cli import options
 from syncline.cli.nodes import Where, kept, link_check, marks_beside, run_folder
 from syncline.errors import PlanError
 from syncline.launcher.nodes import JOIN_TIMEOUT_S
+from syncline.methods import BASELINE, METHODS
 from syncline.plan import Plan, load_plan
 from syncline.report.tables import comparison_table
-from syncline.words import IN_ONE_PROCESS, METHODS
 
-IN_ONE_WORLD = [name for name in METHODS if name not in ("auto", "mpi")]
-"""What can take turns in one world of torch's ranks."""
-DEFAULT = ["single", "gather-scatter", "point-to-point", "all-reduce", "ddp", "bucketed", "shared-memory"]
+DEFAULT = [name for name, row in METHODS.items() if row.compared]
 
 
 def compare(
@@ -93,49 +91,46 @@ def compare(
 
 def leading(names: Sequence[str]) -> str:
     """The method that decides how many ranks the world has: one that sends, where there is one."""
-    alone = ("single", IN_ONE_PROCESS)
-    return next((name for name in names if name not in alone), names[-1])
+    return next((name for name in names if not METHODS[name].alone), names[-1])
 
 
 def method_names(text: str) -> list[str]:
     """The names in a list with commas; an unknown one is refused as the plan would."""
     from syncline.resolve import choose_method
 
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise PlanError("no method is named.", action=f"Take some of {', '.join(METHODS)}.")
-    for name in names:
-        load_plan(None, {"method": name})
-    if "mpi" in names:
-        raise PlanError(
-            "method mpi has a world of its own and cannot take turns with the others.",
-            action="Time it with `syncline train --method mpi`.",
-        )
-    return list(
-        dict.fromkeys(
-            choose_method(device="cpu", workers=2, num_hosts=1)[0] if name == "auto" else name for name in names
-        )
-    )
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise PlanError("no method is named.", action=f"Choose some of {', '.join(METHODS)}.")
+    rows = [load_plan(None, {"method": word}).method_row for word in words]
+    for row in rows:
+        if not row.is_choice and not row.takes_turns:
+            raise PlanError(
+                f"method {row.name} has a world of its own and cannot take turns with the others.",
+                action=f"Time it with `syncline train --method {row.name}`.",
+            )
+    on_one_host, _ = choose_method(device="cpu", workers=2, num_hosts=1)
+    return list(dict.fromkeys(on_one_host if row.is_choice else row.name for row in rows))
 
 
 def _without_single(names: list[str]) -> list[str]:
     """One worker on the whole batch has no recorded times: those are of a worker's share."""
-    others = [name for name in names if name != "single"]
+    others = [name for name in names if METHODS[name].world != "worker"]
     if not others:
         raise PlanError(
-            "replayed times are those of one worker's share, so single has none for the whole batch.",
-            action="Take other methods, or `syncline train --method single` for one worker on its share.",
+            f"replayed times are those of one worker's share, so {BASELINE} has none for the whole batch.",
+            action=f"Choose other methods, or `syncline train --method {BASELINE}` for one worker on its share.",
         )
     if len(others) < len(names):
-        print("single is left out: replayed times are those of one worker's share.", file=sys.stderr)
+        print(f"{BASELINE} is left out: replayed times are those of one worker's share.", file=sys.stderr)
     return others
 
 
 def on_several_hosts(names: list[str], asked: str) -> list[str]:
     """What can run there: shared memory reaches no further than one host."""
-    if "shared-memory" in names and asked != ",".join(DEFAULT):
-        raise PlanError("method shared-memory is for ranks of one host.", action="Leave it out with several hosts.")
-    return [name for name in names if name != "shared-memory"]
+    local = [name for name in names if METHODS[name].in_memory]
+    if local and asked != ",".join(DEFAULT):
+        raise PlanError(f"method {local[0]} is for ranks of one host.", action="Leave it out with several hosts.")
+    return [name for name in names if name not in local]
 
 
 def _show(plan: Plan, rows: list[dict[str, Any]], marks: list[str], run: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -77,8 +76,7 @@ def _start(
 
 def _weights_bytes(plan: Plan) -> float:
     """As the table of models says; a model of the user's own is taken for a small one."""
-    told = re.search(r"([\d,]+) parameters", MODELS.get(plan.model, ""))
-    return 4.0 * int(told[1].replace(",", "")) if told else _SMALL_MODEL_BYTES
+    return 4.0 * MODELS[plan.model].num_parameters if plan.model in MODELS else _SMALL_MODEL_BYTES
 
 
 def _watch(cluster: EmulatedCluster, nodes: list[HostProcess], noted: list[int]) -> int:

@@ -28,7 +28,8 @@ def models(
         load_plan(None, {"model": name})
     profiles = [profile(name) for name in names or MODELS]
     if as_json:
-        options.print_json([asdict(one) | {"about": MODELS.get(one.name, "")} for one in profiles])
+        about = {name: model.about for name, model in MODELS.items()}
+        options.print_json([asdict(one) | {"about": about.get(one.name, "")} for one in profiles])
         return
     rows = [
         [

@@ -78,7 +78,7 @@ def resolved(plan: Plan, *, quiet: bool, on_node: bool = False) -> Plan:
     """
     from syncline.resolve import resolve
 
-    if plan.method != "mpi" and (on_node or plan.hosts == 1):
+    if plan.method_row.world != "mpiexec" and (on_node or plan.hosts == 1):
         start_fork_server(PRELOAD)  # it loads torch while the data is checked
     ranks_here = plan.workers // plan.hosts if on_node else plan.workers
     plan, sentence = resolve(plan, ranks_per_host=ranks_here, num_hosts=plan.hosts, progress=show_fetch)
@@ -133,7 +133,7 @@ def on_ranks(
         return here.run_ranks(
             function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads or 1, preload=PRELOAD
         )[0]
-    if plan.method == "mpi":
+    if plan.method_row.world == "mpiexec":
         return run_ranks_mpi(function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads)[0]
     results = run_ranks(
         function, args, workers=plan.num_ranks, log_dir=log_dir, threads=plan.threads,

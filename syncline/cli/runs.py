@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from syncline.cli import options
+from syncline.methods import METHODS
 from syncline.store import ROOT, RunFolder, list_runs
-from syncline.words import METHODS
 
 
 def runs(
@@ -54,7 +54,7 @@ def _print_aligned(rows: list[list[str]]) -> None:
 def methods(as_json: options.Json = False) -> None:
     """List the methods, one line each."""
     if as_json:
-        options.print_json(METHODS)
+        options.print_json({name: row.about for name, row in METHODS.items()})
         return
-    for name, line in METHODS.items():
-        print(f"{name:<16} {line}")
+    for name, row in METHODS.items():
+        print(f"{name:<16} {row.about}")

@@ -8,6 +8,7 @@ from typing import Any
 from syncline.cli.studies import StudyRun, open_study
 from syncline.errors import PlanError
 from syncline.forms import checked
+from syncline.methods import BASELINE, current_name
 from syncline.report.tables import print_table
 from syncline.store import ROOT
 from syncline.study.cells import Ground
@@ -20,7 +21,7 @@ def scale_curve(
     plan: dict[str, Any], out: Path | None,
 ) -> Path:  # fmt: skip
     """Run it, print its table, write its report; returns the page."""
-    sizes = _sizes(workers)
+    method, sizes = current_name(method, typed=True), _sizes(workers)
     kind = "strong" if strong else "weak"
     study = scaling_study(method, sizes, strong=strong, batch=batch, threads=threads, steps=steps, plan=plan)
     ground = Ground(max(sizes), link) if link else Ground()
@@ -44,7 +45,7 @@ def scaling_study(
 ) -> Study:
     """`single` takes turns with the method in every cell: the baseline is measured under the same load."""
     kind = "one global batch (strong)" if strong else "one batch per worker (weak)"
-    methods = ["single", method] if method != "single" else ["single"]
+    methods = list(dict.fromkeys((BASELINE, method)))
     stage = {
         "name": "scale",
         "methods": methods,

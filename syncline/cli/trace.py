@@ -11,6 +11,7 @@ import typer
 
 from syncline.cli import options
 from syncline.errors import PlanError
+from syncline.methods import current_name, method_of
 from syncline.store import write_atomic
 
 
@@ -60,7 +61,8 @@ def _steps(text: str | None) -> tuple[int, int | None]:
 
 
 def _method(asked: str | None, there: list[str], run: str) -> str:
+    asked = asked and current_name(asked, typed=True)
     if asked is not None and asked not in there:
         raise PlanError(f"{run} has no steps of {asked!r}.", action=f"It has {', '.join(there) or 'none'}.")
-    sending = [name for name in there if not name.startswith("single")]
+    sending = [name for name in there if not method_of(name).alone]
     return asked if asked is not None else next(iter([*sending, *there]), "")

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from syncline.cli import options
-from syncline.cli.compare import IN_ONE_WORLD, method_names
+from syncline.cli.compare import method_names
 from syncline.errors import PlanError
+from syncline.methods import METHODS
 from syncline.plan import load_plan
 from syncline.report.tables import certificate_table
-from syncline.words import IN_ONE_PROCESS, METHOD_OPTIONS
 
-SENDING = [name for name in IN_ONE_WORLD if name not in ("single", IN_ONE_PROCESS)]
+SENDING = [name for name, row in METHODS.items() if row.takes_turns and not row.alone]
 
 
 def verify(
@@ -39,11 +39,11 @@ def verify(
     """
     names = method_names(methods)
     if transfer_dtype:
-        names = [name for name in names if "transfer_dtype" in METHOD_OPTIONS.get(name, ())]
-    if not names or set(names) & {"single", IN_ONE_PROCESS}:
+        names = [name for name in names if "transfer_dtype" in METHODS[name].options]
+    if not names or any(METHODS[name].alone for name in names):
+        silent = " and ".join(name for name, row in METHODS.items() if row.alone)
         raise PlanError(
-            f"there is nothing to certify: single and {IN_ONE_PROCESS} send nothing, and not all methods have 16-bit "
-            "transfers."
+            f"there is nothing to certify: {silent} send nothing, and not all methods have 16-bit transfers."
         )
     flags = {"threads": threads, "seed": seed, "options.transfer_dtype": transfer_dtype, "batch_norm": batch_norm}
     rows: list[dict[str, Any]] = []

@@ -12,8 +12,8 @@ from typing import Any
 
 from syncline.measure.breakdown import Breakdown, BucketMeans
 from syncline.measure.stragglers import BETWEEN, Disagreement, Straggler
+from syncline.methods import IN_MEMORY, ON_LINKS, Method, method_of
 from syncline.units import format_seconds
-from syncline.words import METHOD_OPTIONS
 
 COMPUTE = ("forward", "backward", "update")
 MOSTLY_COMPUTE = 0.9
@@ -46,6 +46,10 @@ class Facts:
     """Compute threads by rank, as far as known."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the method, as the plan gives them."""
+
+    @property
+    def row(self) -> Method:
+        return method_of(self.method)
 
     @property
     def workers(self) -> int:
@@ -153,10 +157,10 @@ def wire_bound(facts: Facts) -> Advice | None:
 def sixteen_bits(facts: Facts) -> Advice | None:
     if facts.breakdown.share("wire") < MUCH_WIRE or facts.options.get("transfer_dtype"):
         return None
-    if facts.method == "shared-memory":
+    if facts.row.in_memory:
         return None  # nothing is sent that could be made smaller
     saves = _parts(facts, "wire") / 2
-    how = "" if "transfer_dtype" in METHOD_OPTIONS.get(facts.method, ()) else " with method bucketed"
+    how = "" if "transfer_dtype" in facts.row.options else f" with method {ON_LINKS}"
     return Advice("16 bits", f"Sending bf16{how} would save at most {format_seconds(saves)}, and is lossy.", saves)
 
 
@@ -164,16 +168,15 @@ def overlap(facts: Facts) -> Advice | None:
     own = facts.breakdown
     if own.overlap is None or own.overlap >= LITTLE_OVERLAP or own.share("wire") < SOME:
         return None
-    if facts.method == "shared-memory":
+    if facts.row.in_memory:
         return None  # what it does uses the cores that backward uses
     saves = min(_parts(facts, "wire"), _parts(facts, "backward"))
-    overlaps = "bucket_cap_mb" in METHOD_OPTIONS.get(facts.method, ()) and facts.options.get("overlap", True)
-    if overlaps and facts.method != "mpi":  # which sends after backward unless told otherwise
+    if facts.row.overlaps(facts.options):
         if len(own.buckets) > 1:
             return None
         text = "One bucket cannot start before backward ends: a smaller options.bucket_cap_mb would save at most"
     else:
-        text = "Nothing is sent while backward runs: a method that overlaps (bucketed) would save at most"
+        text = f"Nothing is sent while backward runs: a method that overlaps ({ON_LINKS}) would save at most"
     return Advice("overlap", f"{text} {format_seconds(saves)}.", saves)
 
 
@@ -185,7 +188,7 @@ def last_bucket(facts: Facts) -> Advice | None:
     last, total = own.buckets[-1], sum(one.num_bytes for one in own.buckets)
     if last.wire_s < FEW_BUCKETS * _parts(facts, "wire") or last.num_bytes < total / len(own.buckets):
         return None
-    if "bucket_cap_mb" not in METHOD_OPTIONS.get(facts.method, ()):
+    if "bucket_cap_mb" not in facts.row.options:
         return None
     text = (
         f"The exposed wire is the last bucket, {last.num_bytes / total:.0%} of the bytes: "
@@ -196,11 +199,11 @@ def last_bucket(facts: Facts) -> Advice | None:
 
 def one_host(facts: Facts) -> Advice | None:
     saves = _parts(facts, "wire")
-    if facts.workers == 1 or facts.hosts > 1 or facts.method == "shared-memory":
+    if facts.workers == 1 or facts.hosts > 1 or facts.row.in_memory:
         return None
     if facts.breakdown.share("wire") < SOME:
         return None
-    text = "All ranks are on one host: method shared-memory sends nothing and would save at most"
+    text = f"All ranks are on one host: method {IN_MEMORY} sends nothing and would save at most"
     return Advice("one host", f"{text} {format_seconds(saves)}.", saves)
 
 

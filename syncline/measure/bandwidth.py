@@ -15,6 +15,7 @@ from typing import Any
 from syncline.events import Events, Step, Transfer
 from syncline.measure.probe import bus_factor, link_rate
 from syncline.measure.theory import ELEMENT_BYTES, Wire, wire_of
+from syncline.methods import method_of
 from syncline.plan import Plan
 from syncline.store import RunFolder, list_runs
 
@@ -73,7 +74,7 @@ def bandwidth(
         return None
     ranks = events.taking_part(method)
     # MPI sends inside a host through memory of its own: its sockets carry other things.
-    counters = {} if method == "mpi" else _counters(events, method)
+    counters = {} if method_of(method).world == "mpiexec" else _counters(events, method)
     wire_bytes = 2 if plan.options_for(method).get("transfer_dtype") else ELEMENT_BYTES
     own_interface = len({events.ranks[rank].host for rank in ranks if rank in events.ranks}) > 1
     by_rank = [_rank_bytes(rank, steps, counters, wire_bytes, theory, own_interface=own_interface) for rank in ranks]

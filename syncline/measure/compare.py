@@ -14,6 +14,7 @@ import torch
 from syncline.comm.communicator import Communicator
 from syncline.comm.counters import StepTraffic
 from syncline.measure.statistics import spread, timing
+from syncline.methods import BASELINE, CONTROL, METHODS
 from syncline.plan import Plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync
@@ -22,15 +23,11 @@ from syncline.train.delays import delays_of
 from syncline.train.loop import Observer
 from syncline.train.memory import note_memory
 from syncline.train.step import Worker, seed_forward, train_step
-from syncline.words import IN_ONE_PROCESS
 from syncline.workload.batches import Batches
 from syncline.workload.fit import check_fit
 from syncline.workload.recipes import learning_rate, make_model, make_optimizer, set_learning_rate
 from syncline.workload.sharding import Shard, Sharding
 from syncline.workload.tasks import Task
-
-CONTROL = "ddp"
-BASELINE = "single"
 
 
 @dataclass
@@ -47,7 +44,7 @@ class Contender:
     @property
     def alone(self) -> bool:
         """Rank 0 takes the whole batch while the others wait."""
-        return self.method in (BASELINE, IN_ONE_PROCESS)
+        return METHODS[self.method].alone
 
 
 def contenders(methods: Sequence[str], *, threads: int, cores: int) -> list[Contender]:
@@ -180,7 +177,7 @@ def compare_rows(
         row: dict[str, Any] = {
             "label": entry.label,
             "method": entry.method,
-            "workers": 1 if entry.method == BASELINE else plan.workers,
+            "workers": 1 if METHODS[entry.method].world == "worker" else plan.workers,
             "threads": entry.threads,
             "step": asdict(measured),
             **task.throughput(plan.global_batch, measured.median_s),

@@ -28,10 +28,10 @@ from syncline.measure.contention import COMPUTE, Contention, bare_times, content
 from syncline.measure.memory import RankMemory, memory
 from syncline.measure.profiler import Profiled, operator_totals
 from syncline.measure.stragglers import Disagreement, Straggler, find_disagreement, find_stragglers
+from syncline.methods import current_name, method_of
 from syncline.plan import Plan
 from syncline.store import RunFolder
 from syncline.units import format_seconds
-from syncline.words import METHODS
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ def explain(run: RunFolder, *, method: str | None = None, probe: RunFolder | Non
     """The whole run, or one method of it. Without a probe the newest that fits is taken for the rate of the link."""
     events, plan = read_events(run.path), run.plan()
     info, notes = run.info(), _notes(plan)
-    link = find_link(run, backend="mpi" if plan.method == "mpi" else plan.backend or "gloo", probe=probe)
+    backend = "mpi" if plan.method_row.world == "mpiexec" else plan.backend or "gloo"
+    link = find_link(run, backend=backend, probe=probe)
     methods = [
         found
         for name in _chosen(events, method, run)
@@ -196,6 +197,7 @@ def counted_steps(events: Events, method: str, warmup: int) -> list[Step]:
 
 def _chosen(events: Events, method: str | None, run: RunFolder) -> list[str]:
     names = [name for name, steps in events.steps.items() if steps]
+    method = method and current_name(method, typed=True)
     if method is None or method in names:
         return names if method is None else [method]
     raise RunFolderError(
@@ -221,14 +223,14 @@ def _explain_method(
     stragglers = find_stragglers(steps, found, events.ranks)
     disagreement = find_disagreement(found)
     facts = Facts(
-        method=base_method(name),
+        method=method_of(name).name,
         breakdown=breakdown,
         stragglers=stragglers,
         disagreement=disagreement,
         hosts=len({events.ranks[rank].host for rank in steps[0].ranks if rank in events.ranks}),
         cores=cores,
         threads={rank: events.ranks[rank].threads or 1 for rank in steps[0].ranks if rank in events.ranks},
-        options=plan.options_for(base_method(name)),
+        options=plan.options_for(name),
     )
     advice = advise(facts)
     # Calibration steps know no injected delay, and replayed compute cannot be slowed.
@@ -244,15 +246,9 @@ def _compute_times(found: Sequence[Mapping[int, RankBreakdown]]) -> dict[int, di
     return {rank: {part: [one[rank].parts[part] / 1e9 for one in found] for part in COMPUTE} for rank in found[0]}
 
 
-def base_method(label: str) -> str:
-    """'single, all cores' -> 'single'."""
-    name = label.partition(",")[0]
-    return name if name in METHODS else label
-
-
 def _comparison(methods: Sequence[MethodExplanation], events: Events, plan: Plan) -> str:
     """Which method is quickest and where its lead over the slowest lies; 'no difference' where there is none."""
-    many = [one for one in methods if base_method(one.method) != "single"]
+    many = [one for one in methods if method_of(one.method).world != "worker"]
     if len(many) < 2:
         return " ".join(one.verdict for one in methods)
     quickest = min(many, key=lambda one: one.breakdown.median_s)

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from syncline.methods import BASELINE, CONTROL
 from syncline.units import format_bytes, format_rate, format_seconds, format_spread
 
 
@@ -33,8 +34,8 @@ def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, 
             f"{row['workers']}x{row['threads']}",
             format_spread(row["step"]["median_s"], row["step"]["spread_s"]),
             f"{row.get('images_per_s', row.get('tokens_per_s')):.0f}",
-            _ratio(row.get("speedup"), is_baseline=row["label"] == "single"),
-            _ratio(row.get("ratio_to_ddp"), is_baseline=row["label"] == "ddp"),
+            _ratio(row.get("speedup"), is_baseline=row["label"] == BASELINE),
+            _ratio(row.get("ratio_to_ddp"), is_baseline=row["label"] == CONTROL),
             "-" if row["loss"] is None else f"{row['loss']:.3f}",
         ]
         for row in rows

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from syncline.measure.sanity import inside_spread
-from syncline.study.rows import BASELINE, Row
+from syncline.methods import BASELINE
+from syncline.study.rows import Row
 from syncline.study.values import VALUES
 
 Rows = Sequence[Row]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from syncline.methods import method_of
 from syncline.study.cells import Cell
-from syncline.study.rows import BASELINE, Row
+from syncline.study.rows import Row
 from syncline.units import format_bytes
-from syncline.words import IN_ONE_PROCESS
 
 
 def does_not_fit(cell: Cell, measured: Sequence[Row]) -> str | None:
@@ -27,6 +27,6 @@ def does_not_fit(cell: Cell, measured: Sequence[Row]) -> str | None:
 def needed_bytes(cell: Cell, bytes_per_sample: float, process_bytes: float) -> int:
     """Of all ranks. What a method frees stays with its process, so rank 0 of a comparison in which one process takes
     the whole batch holds that beside all others' shares."""
-    alone = {BASELINE, IN_ONE_PROCESS} & set(cell.methods) if cell.plan.num_ranks > 1 else set()
+    alone = cell.plan.num_ranks > 1 and any(method_of(name).alone for name in cell.methods)
     samples = cell.plan.global_batch * (2 if alone else 1)
     return round(cell.plan.num_ranks * process_bytes + samples * bytes_per_sample)

@@ -11,10 +11,10 @@ from typing import Any
 
 from syncline.errors import PlanError
 from syncline.launcher.local import cores
+from syncline.methods import BASELINE, method_of
 from syncline.plan import Plan, load_plan
 from syncline.study.file import Stage, Study
 from syncline.study.lab_code import call_identity
-from syncline.words import ON_ONE_HOST
 
 VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker", "batch_per_node")
 """Keys of a study that are none of a plan."""
@@ -141,27 +141,27 @@ def _cells(
     point = {**point, **{key: values[key] for key in grows}}
     left_out: list[Cell] = []
     if ground.hosts is not None and values.get("nodes", 1) > 1:
-        for one in (name for name in methods if name in ON_ONE_HOST):
-            plan = _plan(stage, {**values, "nodes": 1, "method": one}, ground)
-            cell = Cell(stage.name, stage.run, plan, (), {**point, "method": one}, number, stage.call)
-            left_out.append(replace(cell, why_not=f"method {one} is for ranks of one host"))
+        for method in (name for name in methods if method_of(name).one_host):
+            plan = _plan(stage, {**values, "nodes": 1, "method": method}, ground)
+            cell = Cell(stage.name, stage.run, plan, (), {**point, "method": method}, number, stage.call)
+            left_out.append(replace(cell, why_not=f"method {method} is for ranks of one host"))
         if left_out and len(left_out) == len(methods):
             return left_out
-        methods = [one for one in methods if one not in ON_ONE_HOST]
+        methods = [name for name in methods if not method_of(name).one_host]
     if stage.run in ("compare", "verify"):
         nodes = values.get("nodes", values.get("workers", 1))
         if (grows and nodes > 1) or (stage.replay and nodes * values.get("workers_per_node", 1) > 1):
             # In weak scaling the baseline has one worker's batch, which only the smallest cell has; and recorded
             # times are those of one worker's share.
-            methods = [method for method in methods if method != "single"]
-        first = next((method for method in methods if method != "single"), "single")
+            methods = [name for name in methods if method_of(name).world != "worker"]
+        first = next((name for name in methods if method_of(name).world != "worker"), BASELINE)
         plan = _plan(stage, {**values, "method": values.get("method", first)}, ground)
         return [Cell(stage.name, stage.run, plan, tuple(methods), point, number), *left_out]
     cells = []
     names: Sequence[str | None] = [*methods] or [None]
-    for method in names:
-        here = point if method is None else {**point, "method": method}
-        plan = _plan(stage, values if method is None else {**values, "method": method}, ground)
+    for name in names:
+        here = point if name is None else {**point, "method": name}
+        plan = _plan(stage, values if name is None else {**values, "method": name}, ground)
         cells.append(Cell(stage.name, stage.run, plan, (), here, number, stage.call))
     return [*cells, *left_out]
 
@@ -173,7 +173,7 @@ def _plan(stage: Stage, values: Mapping[str, Any], ground: Ground) -> Plan:
         emulated = ground.hosts is not None and values["nodes"] > 1
         keys |= {"hosts": values["nodes"], "link": ground.link} if emulated else {}
         keys["workers"] = values["nodes"] * values.get("workers_per_node", 1)
-    if keys.get("method") == "single":
+    if method_of(keys.get("method", "")).world == "worker":
         keys["workers"] = 1
         keys.pop("hosts", None)
         keys.pop("link", None)

@@ -37,6 +37,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from syncline.errors import PlanError
 from syncline.forms import Section, checked
+from syncline.methods import with_current_names
 from syncline.study.answering import Answer
 from syncline.study.lab_code import LABS, built_in_labs, find_answers, load_answers, resolve_call
 from syncline.study.values import VALUES
@@ -237,7 +238,7 @@ def parse_study(
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise PlanError(f"{where} is not valid TOML: {error}.") from error
-    study = checked(Study, values, where)
+    study = checked(Study, with_current_names(values), where)
     stages = [
         stage if stage.call is None else stage.model_copy(update={"call": resolve_call(stage.call, folder)})
         for stage in study.stage

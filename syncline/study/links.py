@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from syncline.methods import method_of
 from syncline.study.rows import Row
-
-IN_MEMORY = ("shared-memory",)
-"""Methods whose bytes pass through memory, not through Gloo."""
 
 
 def with_links(rows: Sequence[Row]) -> list[Row]:
@@ -19,7 +17,7 @@ def with_links(rows: Sequence[Row]) -> list[Row]:
 
 
 def _of(row: Row, probes: Sequence[Row]) -> dict[str, Any]:
-    backend = "shared-memory" if row.method in IN_MEMORY else "gloo"
+    backend = "shared-memory" if method_of(row.method).in_memory else "gloo"
     here = {
         one.point["operation"]: one
         for one in probes

@@ -9,11 +9,12 @@ from typing import Any
 from syncline.errors import RunFolderError
 from syncline.measure.breakdown import break_down, summarise
 from syncline.measure.memory import memory
+from syncline.methods import BASELINE, current_label
 from syncline.store import Run
 from syncline.study.cells import Cell, Chosen
 from syncline.study.costs import cost_of
 from syncline.study.file import Stage
-from syncline.study.rows import BASELINE, Row
+from syncline.study.rows import Row
 from syncline.study.values import VALUES
 
 _FROM_PLAN = ("model", "data", "workers", "threads", "global_batch", "method", "hosts", "link", "compute")
@@ -60,7 +61,7 @@ def _row(stage: str, place: dict[str, Any], entry: dict[str, Any], run: Run) -> 
     told = ["workers", "model"] + ([] if place.get("compute", "real") != "real" else ["threads"])
     own: dict[str, Any] = {key: entry[key] for key in told if key in entry}
     if "label" in entry or "method" in entry:
-        own["method"] = entry.get("label", entry.get("method"))
+        own["method"] = current_label(entry["label"] if "label" in entry else entry["method"])
     parts, counted = _accounted(run, own.get("method", ""), len(entry["seconds"])) if "seconds" in entry else ({}, {})
     return Row(
         stage=stage,

@@ -10,8 +10,7 @@ from typing import Any
 
 from syncline.marks import Mark
 from syncline.measure.statistics import spread
-
-BASELINE = "single"
+from syncline.methods import BASELINE
 
 
 @dataclass(frozen=True)

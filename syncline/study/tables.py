@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from syncline.measure.sanity import Warning, check_rows, efficiency_above_one, merged
+from syncline.methods import BASELINE
 from syncline.study import file
-from syncline.study.rows import BASELINE, Quantity, Row, matching
+from syncline.study.rows import Quantity, Row, matching
 from syncline.study.values import VALUES
 
 KEY_LABELS = {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from syncline.methods import CONTROL
 from syncline.study.fits import Law, fit_rows
 from syncline.study.rows import Quantity, Row, baseline_of
 from syncline.units import format_bytes, format_seconds, format_spread
@@ -97,7 +98,7 @@ def _time_to_ddp(row: Row, rows: Sequence[Row]) -> Quantity | None:
     others = [
         one
         for one in rows
-        if one.method == "ddp" and one.stage == row.stage and _place(one, "method") == _place(row, "method")
+        if one.method == CONTROL and one.stage == row.stage and _place(one, "method") == _place(row, "method")
     ]
     if not others or not row.seconds or len(others[0].seconds) != len(row.seconds):
         return None

@@ -1,51 +1,20 @@
-"""Stage 4b: when gradients are averaged: one file per method."""
+"""Stage 4b: when gradients are averaged: one file per method, its row in `syncline/methods.py`."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from syncline.comm.communicator import Communicator
 from syncline.comm.mpi_backend import MpiCommunicator
 from syncline.comm.threads import ThreadCommunicator
 from syncline.errors import PlanError
+from syncline.methods import METHODS, current_name
 from syncline.spans import EventLog
-from syncline.sync.all_reduce import AllReduce
 from syncline.sync.base import GradientSync
 from syncline.sync.batch_norm import Policy
-from syncline.sync.bucketed import Bucketed
-from syncline.sync.ddp import DDP
-from syncline.sync.gather_scatter import GatherScatter
-from syncline.sync.hierarchical import Hierarchical
-from syncline.sync.point_to_point import PointToPoint
-from syncline.sync.replicas import Replicated
-from syncline.sync.shared_memory import SharedMemory
-from syncline.sync.single import Single
 
-__all__ = ["CLASSES", "GradientSync", "make_sync"]
-
-CLASSES: dict[str, type[GradientSync]] = {
-    "single": Single,
-    "gather-scatter": GatherScatter,
-    "point-to-point": PointToPoint,
-    "all-reduce": AllReduce,
-    "ddp": DDP,
-    "bucketed": Bucketed,
-    "shared-memory": SharedMemory,
-    "hierarchical": Hierarchical,
-    "data-parallel": Replicated,
-    "ring": Bucketed,
-    "tree": Bucketed,
-    "halving-doubling": Bucketed,
-    "mpi": Bucketed,
-}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "ring": {"collective": "ring"},
-    "tree": {"collective": "tree"},
-    "halving-doubling": {"collective": "halving-doubling"},
-    "mpi": {"overlap": False},  # MPI makes progress only inside its calls
-}
-"""What a name stands for besides its class."""
+__all__ = ["GradientSync", "make_sync"]
 
 
 def make_sync(
@@ -58,20 +27,22 @@ def make_sync(
 ) -> GradientSync:
     """The method by the name that users type, with its options. Collective.
 
-    What batch norm does is for `batch_norm.attach`; only ddp must know when it is made.
+    What batch norm does is for `batch_norm.attach`; only a method that broadcasts buffers by itself must know it
+    when it is made.
     """
-    if method == "mpi" and not isinstance(communicator.backend, MpiCommunicator | ThreadCommunicator):
+    row = METHODS[current_name(method)]
+    if row.world == "mpiexec" and not isinstance(communicator.backend, MpiCommunicator | ThreadCommunicator):
         raise PlanError(
-            "method mpi needs ranks that mpiexec started, and these were started otherwise.",
-            action="Use `syncline train --method mpi`, or `mpiexec -n N python -m syncline.worker PLAN`; "
+            f"method {row.name} needs ranks that mpiexec started, and these were started otherwise.",
+            action=f"Use `syncline train --method {row.name}`, or `mpiexec -n N python -m syncline.worker PLAN`; "
             "among ranks of torch, take method bucketed.",
         )
-    given = {**PRESETS.get(method, {}), **options}
-    if method in ("ddp", "shared-memory", "hierarchical"):
-        given["log"] = log  # their transfers do not pass the communicator
-    if method == "ddp" and batch_norm is not None:
-        given["broadcast_buffers"] = batch_norm == "broadcast"
-    sync = CLASSES[method](communicator, **given)
+    arguments = {**row.presets, **options}
+    if row.broadcasts_buffers and batch_norm is not None:
+        arguments["broadcast_buffers"] = batch_norm == "broadcast"
+    module, _, name = row.made_by.partition(":")
+    make: type[GradientSync] = getattr(import_module(module), name)
+    sync = make(communicator, **arguments)
     if log is not None:
         sync.log = log
     return sync

@@ -10,7 +10,7 @@ import inspect
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -42,9 +42,8 @@ class DDP(GradientSync):
         communicator: Communicator,
         *,
         bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False,
+        unused: Literal["error", "zero"] = "error",
         broadcast_buffers: bool = True,
-        log: EventLog | None = None,
     ) -> None:
         super().__init__(communicator)
         backend = communicator.backend
@@ -52,9 +51,8 @@ class DDP(GradientSync):
             raise PlanError("method ddp needs torch.distributed: ranks that are threads cannot run it.")
         self._group = backend.group
         self._bucket_cap_mb = bucket_cap_mb
-        self._find_unused_parameters = find_unused_parameters
+        self._find_unused_parameters = unused == "zero"
         self._broadcast_buffers = broadcast_buffers
-        self._log = log
         self._module: DistributedDataParallel | None = None
 
     def attach(self, model: nn.Module) -> nn.Module:
@@ -66,8 +64,8 @@ class DDP(GradientSync):
             find_unused_parameters=self._find_unused_parameters,
             **buffers,
         )
-        if self._log is not None:
-            self.trace(self._log)
+        if not self.log.off:  # a hook costs time even where nobody reads the log; `trace` may add it later
+            self.trace(self.log)
         return self._module
 
     @property

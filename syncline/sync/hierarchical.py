@@ -20,7 +20,6 @@ from syncline.comm.communicator import Communicator
 from syncline.comm.shared_memory import Barrier, Segment, ranks_by_host
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.errors import PlanError
-from syncline.spans import EventLog
 from syncline.sync.bucketed import Bucketed
 from syncline.sync.hooks import CommHook
 from syncline.sync.layout import Bucket, Group, Layout
@@ -37,7 +36,6 @@ class Hierarchical(Bucketed):
         transfer_dtype: Literal["bf16", "fp16"] | None = None,
         overlap: bool = True,
         unused: Literal["error", "zero"] = "error",
-        log: EventLog | None = None,
     ) -> None:
         hosts = ranks_by_host(communicator)
         here = communicator.part("hosts", hosts)
@@ -45,7 +43,6 @@ class Hierarchical(Bucketed):
         self._here = here
         self._leaders = communicator.part("leaders", [[ranks[0] for ranks in hosts]] if len(hosts) > 1 else [])
         self._sends = self._leaders is not None
-        self._log = log
         self._summed: Barrier | None = None
         self._arrived: Barrier | None = None
         super().__init__(
@@ -128,10 +125,10 @@ class Hierarchical(Bucketed):
 
     def _note(self, number: int, bucket: Bucket) -> None:
         """Of a rank that sends nothing; what a leader sends is in the log already."""
-        if self._log is not None and not self._sends:
+        if not self._sends and not self.log.off:
             ready_ns = max(self._ready[one] for one in bucket.parameters)
             values = self._range(bucket)
-            self._log.add(
+            self.log.add(
                 "collective", name="shared_memory", label=f"bucket {number}",
                 bytes=values.numel() * values.element_size(), ready=ready_ns,
                 start=max(ready_ns, self._sum_start_ns[number]), end=time.monotonic_ns(),

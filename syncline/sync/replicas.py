@@ -1,4 +1,4 @@
-"""data-parallel: one process, a replica of the model for each worker; torch's own DataParallel on GPUs.
+"""thread-replicas: one process, a replica of the model for each worker; torch's own DataParallel on GPUs.
 
 The batch is split, each replica takes its part in a thread of its own, the outputs are put together, and the caller's
 one backward runs every replica's backward in its thread again and adds the gradients up on the master copy. (One
@@ -129,7 +129,7 @@ def _as_tuple(output: Any) -> tuple[Tensor, ...]:
     given = (output,) if isinstance(output, Tensor) else output
     if not isinstance(given, tuple | list) or not all(isinstance(one, Tensor) for one in given):
         raise PlanError(
-            f"method data-parallel puts outputs together that are tensors or tuples of them, not {type(output)}.",
+            f"method thread-replicas puts outputs together that are tensors or tuples of them, not {type(output)}.",
             action="Take another method, such as ddp.",
         )
     return tuple(given)

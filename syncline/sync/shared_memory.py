@@ -17,7 +17,6 @@ from syncline.collectives.schedule import chunk_bounds
 from syncline.comm.communicator import Communicator
 from syncline.comm.shared_memory import Barrier, Segment, check_one_host
 from syncline.errors import PlanError
-from syncline.spans import EventLog
 from syncline.sync.flat import FlatSync
 from syncline.sync.layout import Group, Layout
 
@@ -31,12 +30,10 @@ class SharedMemory(FlatSync):
         communicator: Communicator,
         *,
         unused: Literal["error", "zero"] = "error",
-        log: EventLog | None = None,
     ) -> None:
         # One bucket: there is no wire whose time could be hidden behind backward.
         super().__init__(communicator, bucket_cap_mb=float(10**6), unused=unused)
         check_one_host(communicator)
-        self._log = log
         self._pieces: list[list[Any]] = []
         self._num_bytes = 0
         self._barrier: Barrier | None = None
@@ -65,11 +62,10 @@ class SharedMemory(FlatSync):
         start_ns = time.monotonic_ns()
         average_pieces(self._pieces, None if self.scale_early else self.communicator.world_size)
         self._barrier.wait("averaging in shared memory")
-        if self._log is not None:
-            self._log.add(
-                "collective", name="shared_memory", label="all gradients", bytes=self._num_bytes,
-                ready=ready_ns, start=start_ns, end=time.monotonic_ns(),
-            )  # fmt: skip
+        self.log.add(
+            "collective", name="shared_memory", label="all gradients", bytes=self._num_bytes,
+            ready=ready_ns, start=start_ns, end=time.monotonic_ns(),
+        )  # fmt: skip
 
 
 def allocate_rows(

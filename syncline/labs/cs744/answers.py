@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from syncline.methods import BASELINE
 from syncline.study.answering import Rows, listed, missing, no_difference, read, step_text, step_time
-from syncline.study.rows import BASELINE
 from syncline.units import format_seconds
 
 ROOT_METHODS = ("gather-scatter", "point-to-point")

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from syncline.methods import BASELINE
 from syncline.study.answering import Rows, listed, missing, read
 from syncline.study.fits import NAMES, Law, describe, fit_rows
-from syncline.study.rows import BASELINE, Row, baseline_of
+from syncline.study.rows import Row, baseline_of
 from syncline.units import format_bytes
 
 TIE = 0.02

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from syncline.measure.sanity import inside_spread
+from syncline.methods import BASELINE
 from syncline.study.answering import Rows, missing, no_difference, read, step_text, step_time
-from syncline.study.rows import BASELINE, Row
+from syncline.study.rows import Row
 from syncline.units import format_bytes, format_seconds
 
-REPLICAS, PROCESSES = "data-parallel", "ddp"
+REPLICAS, PROCESSES = "thread-replicas", "ddp"
 COMPUTED = ("forward", "backward")
 SENT = ("pack", "wait", "wire")
 KEEP_UP = 0.02
@@ -31,7 +32,7 @@ def replicas_or_processes(rows: Rows, _: Mapping[str, Rows]) -> str:
         and other.seconds
     ]
     if not pairs:
-        return missing("data-parallel beside ddp on several workers")
+        return missing(f"{REPLICAS} beside {PROCESSES} on several workers")
     pairs.sort(key=lambda pair: _batch(pair[0]))
     text = f"On {workers} workers {'; '.join(_verdicts(pairs))}."
     apart = [pair for pair in pairs if not no_difference(*pair)]
@@ -69,8 +70,8 @@ def _why(replicas: Row, processes: Row) -> str:
     slower = step_time(replicas) > step_time(processes)
     text = (
         f"At {_batch(replicas)}, forward and backward take {format_seconds(abs(compute))} "
-        f"{'longer' if compute > 0 else 'less'} in data-parallel, and ddp's copying, waiting and sending takes "
-        f"{format_seconds(sent)} that data-parallel does not have"
+        f"{'longer' if compute > 0 else 'less'} in {REPLICAS}, and {PROCESSES}'s copying, waiting and sending takes "
+        f"{format_seconds(sent)} that {REPLICAS} does not have"
     )
     if slower and compute > max(0.0, sent):
         return f"{text}: threads that share one interpreter, and add gradients up one after the other, cost more."

@@ -1,0 +1,214 @@
+"""The table of methods: everything that the code asks about a method stands in its row.
+
+A new method is a class in `sync/` and a row here. Nothing here loads torch: a wrong name is refused in milliseconds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+_BUCKETED = ("bucket_cap_mb", "transfer_dtype", "overlap", "unused")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One row."""
+
+    name: str
+    about: str
+    """One line for `syncline methods` and the documentation."""
+    made_by: str = ""
+    """module:class of its GradientSync, imported when one is made; empty where the name stands for other methods."""
+    presets: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the class that the name stands for; a user's option comes on top."""
+    options: tuple[str, ...] = ()
+    """Keys of a plan's options that it takes."""
+    world: Literal["worker", "threads", "ranks", "mpiexec"] = "ranks"
+    """Who computes: one worker, threads of one process, processes of any launcher, or processes of mpiexec."""
+    one_host: bool = False
+    """All ranks must be on one host."""
+    cpu_only: bool = False
+    """Gradients are averaged in the memory of the CPU."""
+    in_memory: bool = False
+    """Gradients pass through memory that ranks share; no link carries them."""
+    overlaps_steps: bool = False
+    """An update may still be on its way while the next step computes."""
+    broadcasts_buffers: bool = False
+    """Rank 0's batch-norm buffers replace the others' before each forward, unless a plan says otherwise."""
+    compared: bool = False
+    """Part of `syncline compare` where nobody names methods."""
+
+    @property
+    def alone(self) -> bool:
+        """One rank takes the whole batch; in a comparison the others wait for it."""
+        return self.world in ("worker", "threads")
+
+    @property
+    def is_choice(self) -> bool:
+        """The name stands for a method that is chosen before any rank starts."""
+        return not self.made_by
+
+    @property
+    def takes_turns(self) -> bool:
+        """It can run step by step in turn with others, in one world of ranks."""
+        return not self.is_choice and self.world != "mpiexec"
+
+    def overlaps(self, options: Mapping[str, Any]) -> bool:
+        """With these options, buckets are sent while backward still runs."""
+        return "bucket_cap_mb" in self.options and bool({"overlap": True, **self.presets, **options}["overlap"])
+
+
+_ROWS = (
+    Method(
+        name="single",
+        about="one worker on the whole batch: the baseline, nothing is sent",
+        made_by="syncline.sync.single:Single",
+        world="worker",
+        compared=True,
+    ),
+    Method(
+        name="gather-scatter",
+        about="each gradient is gathered on rank 0, averaged there and scattered back",
+        made_by="syncline.sync.gather_scatter:GatherScatter",
+        compared=True,
+    ),
+    Method(
+        name="point-to-point",
+        about="the same exchange with rank 0 as sends and receives that are in flight together",
+        made_by="syncline.sync.point_to_point:PointToPoint",
+        compared=True,
+    ),
+    Method(
+        name="all-reduce",
+        about="each gradient is all-reduced by itself, after backward",
+        made_by="syncline.sync.all_reduce:AllReduce",
+        compared=True,
+    ),
+    Method(
+        name="ddp",
+        about="PyTorch's own DistributedDataParallel: the outside control",
+        made_by="syncline.sync.ddp:DDP",
+        options=("bucket_cap_mb", "unused"),
+        broadcasts_buffers=True,
+        compared=True,
+    ),
+    Method(
+        name="bucketed",
+        about="buckets of gradients are all-reduced while backward still runs",
+        made_by="syncline.sync.bucketed:Bucketed",
+        options=(*_BUCKETED, "groups", "collective"),
+        compared=True,
+    ),
+    Method(
+        name="ring",
+        about="bucketed, each bucket passed around a ring",
+        made_by="syncline.sync.bucketed:Bucketed",
+        presets={"collective": "ring"},
+        options=(*_BUCKETED, "groups"),
+    ),
+    Method(
+        name="tree",
+        about="bucketed, each bucket summed up a binary tree and handed down again",
+        made_by="syncline.sync.bucketed:Bucketed",
+        presets={"collective": "tree"},
+        options=(*_BUCKETED, "groups"),
+    ),
+    Method(
+        name="halving-doubling",
+        about="bucketed, each bucket by recursive halving and doubling",
+        made_by="syncline.sync.bucketed:Bucketed",
+        presets={"collective": "halving-doubling"},
+        options=(*_BUCKETED, "groups"),
+    ),
+    Method(
+        name="shared-memory",
+        about="ranks of one host average in memory that they share; nothing is sent",
+        made_by="syncline.sync.shared_memory:SharedMemory",
+        options=("unused",),
+        one_host=True,
+        cpu_only=True,
+        in_memory=True,
+        compared=True,
+    ),
+    Method(
+        name="hierarchical",
+        about="shared memory within each host, bucketed between one leader of each",
+        made_by="syncline.sync.hierarchical:Hierarchical",
+        options=(*_BUCKETED, "collective"),
+        cpu_only=True,
+    ),
+    Method(
+        name="thread-replicas",
+        about="one process, a replica of the model on a thread for each worker; torch's DataParallel on GPUs",
+        made_by="syncline.sync.replicas:Replicated",
+        world="threads",
+        one_host=True,
+    ),
+    Method(
+        name="mpi",
+        about="bucketed over MPI, started through mpiexec",
+        made_by="syncline.sync.bucketed:Bucketed",
+        presets={"overlap": False},  # MPI makes progress only inside its calls
+        options=(*_BUCKETED, "collective"),
+        world="mpiexec",
+        one_host=True,
+        cpu_only=True,
+    ),
+    Method(
+        name="auto",
+        about="shared-memory where all ranks are on one host, bucketed otherwise",
+        options=("unused",),
+    ),
+)
+METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}
+
+BASELINE = "single"
+"""What speed-up is measured against."""
+CONTROL = "ddp"
+"""What people use today, beside which every method is timed."""
+ON_LINKS = "bucketed"
+"""What `auto` takes where gradients must travel."""
+IN_MEMORY = "shared-memory"
+"""What `auto` takes where they need not."""
+
+OLD_NAMES = {"data-parallel": "thread-replicas"}
+"""Names of earlier versions: understood wherever a name may stand."""
+
+
+def current_name(name: str, *, typed: bool = False) -> str:
+    """The name as it is today. An old one warns if somebody has just typed it; stored files keep theirs in peace."""
+    today = OLD_NAMES.get(name, name)
+    if typed and today != name:
+        warnings.warn(f"method {name} is now called {today}; the old name still works.", FutureWarning, stacklevel=3)
+    return today
+
+
+def current_label(label: str) -> str:
+    """The same for what a log or a table calls a method: 'single, all cores' stays as it is."""
+    name, comma, rest = label.partition(",")
+    return current_name(name) + comma + rest
+
+
+def with_current_names(document: Any) -> Any:
+    """A study's file with today's names wherever a key `method` or `methods` holds an old one; warns of each."""
+    if isinstance(document, Mapping):
+        return {
+            key: _renamed(value) if key in ("method", "methods") else with_current_names(value)
+            for key, value in document.items()
+        }
+    return [with_current_names(item) for item in document] if isinstance(document, list) else document
+
+
+def _renamed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_renamed(item) for item in value]
+    return current_name(value, typed=True) if isinstance(value, str) else with_current_names(value)
+
+
+def method_of(label: str) -> Method:
+    """The row for what a log or a table calls a method; a row that says nothing if nobody knows the name."""
+    name = current_label(label).partition(",")[0]
+    return METHODS.get(name) or Method(name=label, about="")
