@@ -32,7 +32,7 @@ from typing import Any
 from support import write_result
 
 from syncline.events import read_events
-from syncline.launcher.emulation.links import INTERFACE
+from syncline.launcher.emulation.network import INTERFACE
 from syncline.measure.breakdown import break_down, summarise
 from syncline.plan import Plan
 

@@ -17,7 +17,7 @@ from conftest import MARK, killed_at_end, living_pids, marked_processes, read_qu
 
 from syncline.errors import HostError, RankFailed, SynclineError, UsageError
 from syncline.launcher.emulation import EmulatedCluster, HostProcess
-from syncline.launcher.emulation.links import host_address, parse_links, shape_of
+from syncline.launcher.emulation.network import host_address, parse_links, shape_of
 from syncline.resolve import choose_method
 
 PROGRAM = [sys.executable, emulation_programs.__file__]

@@ -14,8 +14,8 @@ import typer
 
 from syncline.cli import options
 from syncline.errors import RankFailed, UsageError
-from syncline.launcher.emulation import EmulatedCluster
-from syncline.launcher.emulation.links import host_name, parse_links
+from syncline.launcher.emulation import EmulatedCluster, parse_links
+from syncline.launcher.emulation.network import host_name
 
 cluster = typer.Typer(help="Emulated hosts on this machine, joined by links of a given rate.", no_args_is_help=True)
 
@@ -29,7 +29,9 @@ def _group() -> None:
 def run(
     command: Annotated[list[str], typer.Argument(help="What every rank runs: python my_script.py …")],
     hosts: Annotated[int, typer.Option(help="Number of emulated hosts.")] = 2,
-    link: Annotated[str, typer.Option(help="Rate of the links: one, or one for each host, with commas.")] = "1gbit",
+    link: Annotated[
+        str, typer.Option(help="Rate of the links: one, or one for each host (1gbit,100mbit).")
+    ] = "1gbit",
     workers_per_host: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
     threads: options.Threads = None,
     all_ranks: Annotated[

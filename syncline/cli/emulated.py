@@ -16,10 +16,8 @@ from typing import IO
 from syncline.cli import Told
 from syncline.cli.nodes import EMULATED_VARIABLE
 from syncline.errors import HostError
-from syncline.launcher.emulation.cluster import EmulatedCluster
+from syncline.launcher.emulation import EmulatedCluster, HostProcess, parse_links
 from syncline.launcher.emulation.honesty import LINK_VARIABLE, check_memory, measure_links
-from syncline.launcher.emulation.links import parse_links
-from syncline.launcher.emulation.process import HostProcess
 from syncline.launcher.local import signals_noted
 from syncline.plan import Plan
 from syncline.units import format_seconds

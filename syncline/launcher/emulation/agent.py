@@ -1,7 +1,7 @@
 """torch's elastic agent on an emulated host: what `torchrun` would run there, for any command.
 
-Started by scripts.py with one argument, the orders in JSON. Exits with 0, or with the exit code of the rank that
-failed first, which it also writes down.
+Called by scripts.py with its orders. Exits with 0, or with the exit code of the rank that failed first, which it also
+writes down.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -77,8 +78,11 @@ def _give_ranks_the_log_level(theirs: str | None) -> None:
         os.environ[TORCH_LOG_LEVEL] = theirs
 
 
-def main(arguments: list[str]) -> int:
-    orders: dict[str, Any] = json.loads(arguments[0])
+def run_agent(orders: dict[str, Any]) -> NoReturn:
+    sys.exit(_run(orders))
+
+
+def _run(orders: dict[str, Any]) -> int:
     log_dir = Path(orders["log_dir"])
     _give_ranks_the_log_level(orders["torch_log_level"])
     logging.disable(logging.CRITICAL)  # what torch's agent logs, tracebacks too, is about itself

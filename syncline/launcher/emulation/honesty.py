@@ -3,15 +3,17 @@ whether it fits into memory. Said beside every result."""
 
 from __future__ import annotations
 
-import json
+import socket
 import subprocess
+import sys
+import threading
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from syncline.errors import UsageError
-from syncline.launcher.emulation.cluster import EmulatedCluster
-from syncline.launcher.emulation.links import host_name
-from syncline.launcher.emulation.programs import program
+from syncline.launcher.emulation.emulated_cluster import EmulatedCluster
+from syncline.launcher.emulation.network import host_name
 from syncline.launcher.machine import available_bytes
 from syncline.units import format_bit_rate, format_bytes
 
@@ -20,7 +22,9 @@ REACHED = 0.9
 LINK_VARIABLE = "SYNCLINE_LINK_CHECK"
 """How the check's result reaches the ranks, as JSON."""
 _CHECK_SECONDS = 1.0
-_START_SECONDS = 20.0
+_PATIENCE_SECONDS = 20.0
+_PORT = 29499
+_CHUNK_BYTES = 1 << 18
 _HOST_BYTES = 260 * 2**20
 """An emulated host loads torch for itself."""
 RANK_BYTES = 350 * 2**20
@@ -69,25 +73,64 @@ def measure_links(cluster: EmulatedCluster, seconds: float = _CHECK_SECONDS) -> 
     asked = [min(pair) for pair in zip(cluster.links, following, strict=True)]
     if cluster.num_hosts == 1:
         return LinkCheck(asked, asked)
-    running = []
+    floods = []
     for host in hosts:
         target = cluster.address((host + 1) % cluster.num_hosts)
-        command = program("syncline.launcher.emulation.flood", target, str(seconds))
-        running.append(cluster.popen(host, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-    for process in running:  # every host listens before any of them sends
-        assert process.stdout is not None
-        process.stdout.readline()
-    for process in running:
-        assert process.stdin is not None
-        process.stdin.close()
-    received = []
-    for process in running:
-        assert process.stdout is not None
-        text = process.stdout.read()
-        process.wait(_START_SECONDS + seconds)
-        process.close()
-        received.append(json.loads(text)["bits_per_s"] if text else 0.0)
+        floods.append(cluster.call(host, _flood, target, seconds, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    for flood in floods:  # every host listens before any of them sends
+        assert flood.stdout is not None
+        flood.stdout.readline()
+    for flood in floods:
+        assert flood.stdin is not None
+        flood.stdin.close()
+    received = [flood.result(2 * _PATIENCE_SECONDS + seconds) for flood in floods]
+    for flood in floods:
+        flood.close()
     return LinkCheck(asked, [received[(host + 1) % cluster.num_hosts] for host in hosts])
+
+
+def _flood(target: str, seconds: float) -> float:
+    """A host's part: send to the next host and receive from the previous one, at full speed; the rate that arrived.
+
+    Prints a line when it listens, and begins when its standard input ends.
+    """
+    with socket.create_server(("", _PORT)) as server:
+        server.settimeout(_PATIENCE_SECONDS)
+        print("listening", flush=True)
+        sys.stdin.read()
+        sender = threading.Thread(target=_send, args=(target, seconds), daemon=True)
+        sender.start()
+        try:
+            connection, _ = server.accept()
+            with connection:
+                return receiving_rate(connection)
+        except OSError:
+            return 0.0
+        finally:
+            sender.join()
+
+
+def _send(target: str, seconds: float) -> None:
+    data = bytes(_CHUNK_BYTES)
+    with socket.create_connection((target, _PORT), timeout=_PATIENCE_SECONDS) as connection:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            connection.sendall(data)
+
+
+def receiving_rate(connection: socket.socket) -> float:
+    """Bits per second between the moments at which a tenth and nine tenths had arrived: without start and end."""
+    connection.settimeout(_PATIENCE_SECONDS)
+    buffer = bytearray(_CHUNK_BYTES)
+    seen: list[tuple[float, int]] = []
+    total = 0
+    while count := connection.recv_into(buffer):
+        total += count
+        seen.append((time.monotonic(), total))
+    middle = [(moment, count) for moment, count in seen if total / 10 <= count <= total * 9 / 10]
+    if len(middle) < 2:
+        return 0.0
+    return (middle[-1][1] - middle[0][1]) * 8 / (middle[-1][0] - middle[0][0])
 
 
 def estimated_bytes(*, hosts: int, ranks: int, weights_bytes: float, replayed: bool = False) -> float:

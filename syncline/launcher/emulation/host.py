@@ -1,27 +1,48 @@
-"""The first process of an emulated host: starts programs there and tells how they ended.
+"""The first process of an emulated host: starts programs and Python functions there and tells how they ended.
 
 It is process 1 of the host's own pid namespace. When it ends, for whatever reason, the kernel ends everything else on
 the host; and it ends with the launcher and with the switch. So nothing on a host can outlive its cluster.
+
+Functions run in copies of it, made by fork: they share the memory of what the switch loaded before it made the hosts,
+where a fresh interpreter would load all of it again.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing.util
 import os
 import select
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from syncline.launcher.emulation import messages
-from syncline.launcher.emulation.calling import run_order
-from syncline.launcher.emulation.links import host_address, host_name
-from syncline.launcher.emulation.namespaces import keep_mounts_private, mount_file, mount_fresh, quieten_ipv6
+from syncline.errors import RankFailed, SynclineError
+from syncline.launcher.emulation.namespaces import (
+    drop_privileges,
+    keep_mounts_private,
+    mount_file,
+    mount_fresh,
+    quieten_ipv6,
+)
+from syncline.launcher.emulation.network import host_address, host_name
+from syncline.launcher.wire import Frame, pack, receive_frame, send_frame, unpack
 
+MOST_DESCRIPTORS = 5
+"""With a request to start something: input, output, errors, the status connection, and a file for the answer."""
+_ANSWER = 3
 _SHARED_MEMORY = "/dev/shm"
+_FORKED = ("from multiprocessing.forkserver import main", "from multiprocessing.resource_tracker import main")
+_run_in_fresh_interpreter = multiprocessing.util.spawnv_passfds
 
 
 def furnish(host: int, num_hosts: int) -> None:
@@ -74,40 +95,39 @@ class Keeper:
                 return
 
     def _serve(self) -> bool:
-        request, descriptors = messages.receive(self._control)
+        request = receive_frame(self._control, MOST_DESCRIPTORS)
         if request is None:
             return False
-        if request["do"] == "start":
-            self._start(request, descriptors)
-        elif request["do"] == "kill":
+        if request.message["do"] == "start":
+            self._start(request)
+        elif request.message["do"] == "kill":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # everything on this host except this process
-            messages.send(self._control, {})
+            send_frame(self._control, {})
         return True
 
-    def _start(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        streams, status = descriptors[:3], socket.socket(fileno=descriptors[3])
+    def _start(self, request: Frame) -> None:
+        status = socket.socket(fileno=request.descriptors.pop(3))
         try:
-            pid = _execute(request, streams) if "command" in request else self._fork(request, streams, descriptors[4])
+            pid = _execute(request) if "command" in request.message else self._fork(request)
         except OSError as error:
-            told = {"errno": error.errno, "message": error.strerror, "file": str(error.filename)}
+            refusal = {"errno": error.errno, "message": error.strerror, "file": str(error.filename)}
             with status, contextlib.suppress(OSError):
-                messages.send(status, told)
+                send_frame(status, refusal)
         else:
             self._children[pid] = status
             process = os.pidfd_open(pid)
             with contextlib.suppress(OSError):
-                messages.send(status, {"pid": pid}, [process])
+                send_frame(status, {"pid": pid}, descriptors=[process])
             os.close(process)
         finally:
-            for descriptor in (*streams, *descriptors[4:]):
+            for descriptor in request.descriptors:
                 os.close(descriptor)
 
-    def _fork(self, request: dict[str, Any], streams: list[int], order: int) -> int:
-        """A copy of this process, with all that it has loaded, in place of a fresh interpreter."""
+    def _fork(self, request: Frame) -> int:
         pid = os.fork()
         if pid == 0:
-            run_order(self._host, request, streams, order)
+            _run_function(self._host, request)
         return pid
 
     def _reap(self) -> None:
@@ -120,15 +140,125 @@ class Keeper:
             if pid == 0:
                 return
             if pid in self._children:
+                ended = {"exit_code": os.waitstatus_to_exitcode(status), "time": time.monotonic()}
                 with self._children.pop(pid) as connection, contextlib.suppress(OSError):
-                    messages.send(connection, {"exit_code": os.waitstatus_to_exitcode(status)})
+                    send_frame(connection, ended)
 
 
-def _execute(request: dict[str, Any], streams: list[int]) -> int:
-    stdin, stdout, stderr = streams
+def _execute(request: Frame) -> int:
+    stdin, stdout, stderr = request.descriptors
+    message = request.message
     child = subprocess.Popen(
-        request["command"], env=request["environment"], cwd=request["folder"],
+        message["command"], env=message["environment"], cwd=message["folder"],
         stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True,
     )  # fmt: skip
-    child.returncode = 0  # the keeper reaps it itself, with all others
+    child.returncode = 0  # the keeper reaps it, with all others
     return child.pid
+
+
+def _run_function(host: int, request: Frame) -> NoReturn:
+    """Turn this copy of the host's first process into one of its own, and run the function that came along.
+
+    The answer goes into a file without a name, which the launcher reads when this process has ended: whatever ends
+    it, nobody waits for the rest of a message.
+    """
+    exit_code = 1
+    try:
+        _settle(request)
+        answer, exit_code = _call(host, request.payload)
+        with open(_ANSWER, "wb") as file:
+            file.write(answer)
+        _wind_down()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(exit_code)
+
+
+def _settle(request: Frame) -> None:
+    """What an exec would do, and what is new for the process."""
+    signal.set_wakeup_fd(-1)
+    os.setsid()
+    drop_privileges()
+    for number, descriptor in enumerate(request.descriptors):
+        os.dup2(descriptor, number, inheritable=number != _ANSWER)
+    _leave_behind([_ANSWER])
+    os.chdir(request.message["folder"])
+    os.environ.clear()
+    os.environ.update(request.message["environment"])
+    sys.path[:] = request.message["path"]
+    tempfile.tempdir = None  # the environment may name another folder
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    multiprocessing.util.spawnv_passfds = _fork_helper  # type: ignore[assignment]
+
+
+def _leave_behind(keep: Sequence[int]) -> None:
+    """Close all other files but the standard ones, and let signals do again what they do by default."""
+    begin = 3
+    for descriptor in sorted(keep):
+        if descriptor > begin:
+            os.closerange(begin, descriptor)
+        begin = max(begin, descriptor + 1)
+    os.closerange(begin, os.sysconf("SC_OPEN_MAX"))
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _call(host: int, payload: bytes) -> tuple[bytes, int]:
+    """What the launcher will read, and the exit code."""
+    try:
+        function, args = unpack(payload)
+        return pack((True, function(*args))), 0
+    except SystemExit as leaving:
+        if not leaving.code:
+            return pack((True, None)), 0
+        if isinstance(leaving.code, int):
+            return b"", leaving.code
+        print(leaving.code, file=sys.stderr)
+        return b"", 1
+    except KeyboardInterrupt:
+        return b"", 128 + signal.SIGINT
+    except SynclineError as error:
+        error.host = error.host or host_name(host)
+        return pack((False, error)), error.exit_code
+    except BaseException as error:
+        words = "".join(traceback.format_exception_only(error)).strip()
+        failed = RankFailed(f"failed on {host_name(host)}: {words}", traceback_text=traceback.format_exc())
+        return pack((False, failed)), 1
+
+
+def _wind_down() -> None:
+    """What the interpreter does at the end of a script: wait for threads, then run exit functions."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def _fork_helper(path: Any, args: Any, keep: Any) -> int:
+    """multiprocessing's fork server and tracker as copies of this process too, where it has no other threads.
+
+    So the ranks of a host share memory with those of all hosts. A fork copies one thread only, and locks as they are:
+    with several, a fresh interpreter is the safe way.
+    """
+    if not args[-1].startswith(_FORKED) or len(os.listdir("/proc/self/task")) > 1:
+        return int(_run_in_fresh_interpreter(path, args, keep))
+    pid = os.fork()
+    if pid == 0:
+        exit_code = 1
+        try:
+            _leave_behind(keep)
+            exec(args[-1], {})
+            exit_code = 0
+        except SystemExit:
+            exit_code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(exit_code)
+    return pid

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from syncline.launcher.emulation.cluster import EmulatedCluster
-from syncline.launcher.emulation.process import HostProcess
-from syncline.launcher.emulation.programs import program
+from syncline.launcher.emulation.emulated_cluster import EmulatedCluster
+from syncline.launcher.emulation.host_process import HostProcess
 
 TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _PORT = 29500
@@ -74,7 +73,13 @@ def _start_agent(cluster: EmulatedCluster, host: int, orders: dict[str, object])
     own = {**orders, "host": host, "address": cluster.address(host)}
     # Agents leave one by one, and torch would print a C++ trace of each that finds the store of host 0 gone.
     quiet = {**os.environ, TORCH_LOG_LEVEL: "ERROR"}
-    return cluster.popen(host, program("syncline.launcher.emulation.agent", json.dumps(own)), env=quiet)
+    return cluster.call(host, _run_agent, own, env=quiet)
+
+
+def _run_agent(orders: dict[str, object]) -> None:
+    from syncline.launcher.emulation.agent import run_agent  # here: it loads torch
+
+    run_agent(orders)
 
 
 def _wait(agents: list[HostProcess], seconds: float) -> None:

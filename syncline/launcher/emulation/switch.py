@@ -15,12 +15,13 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from syncline.launcher.emulation import messages
 from syncline.launcher.emulation import namespaces as ns
 from syncline.launcher.emulation.host import Keeper, furnish
+from syncline.launcher.emulation.network import Network
+from syncline.launcher.wire import receive_frame, send_frame
 
 _END_SECONDS = 5.0
 _HOST = ns.NEW_NET | ns.NEW_UTS | ns.NEW_IPC | ns.NEW_MOUNTS | ns.NEW_PID
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> None:
         _set_up(control, hosts, rates, launcher, children)
     except Refused as refusal:
         with contextlib.suppress(OSError):
-            messages.send(control, {"refused": refusal.what, "action": refusal.action})
+            send_frame(control, {"refused": refusal.what, "action": refusal.action})
     finally:
         control.close()
         _wait_for(children)
@@ -86,15 +87,13 @@ def _set_up(
         # Only now: the hosts' first processes do without it.
         from pyroute2.netlink.exceptions import NetlinkError  # type: ignore[import-untyped]
 
-        from syncline.launcher.emulation.network import Network
-
         try:
             network = Network(namespaces, rates)
         except NetlinkError as error:
             raise OSError(error.code, f"{error}") from error
         for namespace in namespaces:
             os.close(namespace)
-    messages.send(control, {"pids": children})
+    send_frame(control, {})
     _serve(control, network, launcher)
 
 
@@ -108,25 +107,25 @@ def _step(what: str, action: str) -> Iterator[None]:
         raise Refused(f"{what}: {error}.", "Install pyroute2.") from error
 
 
-def _serve(control: socket.socket, network: Any, launcher: int) -> None:
+def _serve(control: socket.socket, network: Network, launcher: int) -> None:
     poll = select.poll()
     for descriptor in (control.fileno(), launcher):
         poll.register(descriptor, select.POLLIN)
     while launcher not in {descriptor for descriptor, _ in poll.poll()}:
-        request, _ = messages.receive(control)
+        request = receive_frame(control)
         if request is None:
             return
-        messages.send(control, _obey(network, request))
+        send_frame(control, _obey(network, request.message))
 
 
-def _obey(network: Any, request: dict[str, Any]) -> dict[str, Any]:
+def _obey(network: Network, request: dict[str, Any]) -> Mapping[str, int]:
     host = request["host"]
     if request["do"] == "connect":
         network.set_connected(host, request["connected"])
     elif request["do"] == "rate":
         network.set_rate(host, request["bits_per_s"])
     elif request["do"] == "counters":
-        return dict(network.counters(host))
+        return network.counters(host)
     return {}
 
 
@@ -144,8 +143,8 @@ def _start_host(
         _become_host(number, num_hosts, connection, [launcher, switch], writing)
     os.close(switch)
     os.close(writing)
-    with open(reading) as told:
-        lines = dict(line.split(" ", 1) for line in told.read().splitlines())
+    with open(reading) as said:
+        lines = dict(line.split(" ", 1) for line in said.read().splitlines())
     os.waitpid(between, 0)
     if "ready" in lines:
         return int(lines["pid"])

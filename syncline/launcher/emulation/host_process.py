@@ -1,4 +1,4 @@
-"""A program that runs on an emulated host, seen from the launcher. Much like subprocess.Popen."""
+"""A program or function that runs on an emulated host, seen from the launcher. Much like subprocess.Popen."""
 
 from __future__ import annotations
 
@@ -14,24 +14,29 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from syncline.launcher.emulation import messages
-from syncline.launcher.emulation.calling import read_answer, result_of
+from syncline.errors import HostError
+from syncline.launcher.emulation.network import host_name
+from syncline.launcher.wire import receive_frame, unpack
 
 
 class HostProcess:
     """`stdout` and `stderr` are binary files where a pipe was asked for, else None. Any thread may call its methods;
     none of them depends on the thread that started the program."""
 
-    def __init__(self, host: int, command: list[str], status: socket.socket, process: int, order: int | None) -> None:
+    def __init__(
+        self, host: int, command: list[str], status: socket.socket, process: int, answer: int | None
+    ) -> None:
         self.host = host
         self.args = command
         self.stdin: IO[bytes] | None = None
         self.stdout: IO[bytes] | None = None
         self.stderr: IO[bytes] | None = None
         self.returncode: int | None = None
+        self.ended = 0.0
+        """When it ended, on the monotonic clock of all hosts."""
         self._status = status
         self._process = process
-        self._order = order
+        self._answer_file = answer
         self._answer = b""
         self._lock = threading.Lock()
         self.pid = _pid_of(process)
@@ -61,8 +66,15 @@ class HostProcess:
 
     def result(self, timeout: float | None = None) -> Any:
         """What the function that `call` started has returned, once it ends; raises what it raised."""
-        exit_code = self.wait(timeout)
-        return result_of(self._answer, exit_code, self.host)
+        code, name = self.wait(timeout), host_name(self.host)
+        if code < 0:
+            raise HostError(f"{name} was killed by {signal.Signals(-code).name}.")
+        if not self._answer:
+            raise HostError(f"{name} ended with exit code {code} before it had a result.")
+        returned, value = unpack(self._answer)
+        if returned:
+            return value
+        raise value
 
     def send_signal(self, number: int) -> None:
         """To this program alone. Nothing happens if it has ended already."""
@@ -83,26 +95,28 @@ class HostProcess:
                 file.close()
 
     def _take_exit_code(self) -> None:
-        told, _ = messages.receive(self._status)
-        if self._order is not None:
-            self._answer = read_answer(self._order)
-            os.close(self._order)
+        frame = receive_frame(self._status)
+        if self._answer_file is not None:
+            self._answer = os.pread(self._answer_file, os.fstat(self._answer_file).st_size, 0)
+            os.close(self._answer_file)
         # The host's first process tells of every end; where it could not, it has been killed with all the rest.
-        self.returncode = -signal.SIGKILL if told is None else int(told["exit_code"])
+        end = frame.message if frame is not None else {"exit_code": -signal.SIGKILL, "time": time.monotonic()}
+        self.ended = float(end["time"])
+        self.returncode = int(end["exit_code"])
         self._status.close()
         os.close(self._process)
 
 
-def started(host: int, command: list[str], status: socket.socket, order: int | None) -> HostProcess:
-    """What the host answers to a request to start a program."""
-    told, descriptors = messages.receive(status)
-    if told is None:
+def started(host: int, command: list[str], status: socket.socket, answer: int | None) -> HostProcess:
+    """What the host says to a request to start something."""
+    frame = receive_frame(status, 1)
+    if frame is None:
         status.close()
-        raise BrokenPipeError(f"host{host} has ended")
-    if "errno" in told:
+        raise BrokenPipeError(f"{host_name(host)} has ended")
+    if "errno" in frame.message:
         status.close()
-        raise OSError(told["errno"], told["message"], told["file"])
-    return HostProcess(host, command, status, descriptors[0], order)
+        raise OSError(frame.message["errno"], frame.message["message"], frame.message["file"])
+    return HostProcess(host, command, status, frame.descriptors[0], answer)
 
 
 class Streams:
@@ -156,5 +170,5 @@ def _readable(connection: socket.socket, seconds: float | None) -> bool:
 
 
 def _pid_of(process: int) -> int:
-    found = re.search(r"^Pid:\s*(-?\d+)", Path(f"/proc/self/fdinfo/{process}").read_text(), re.MULTILINE)
-    return int(found[1]) if found else -1
+    line = re.search(r"^Pid:\s*(-?\d+)", Path(f"/proc/self/fdinfo/{process}").read_text(), re.MULTILINE)
+    return int(line[1]) if line else -1

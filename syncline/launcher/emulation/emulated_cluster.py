@@ -16,33 +16,33 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Self
 
 from syncline.errors import SynclineError, UsageError
-from syncline.launcher.emulation import messages
-from syncline.launcher.emulation.calling import write_order
-from syncline.launcher.emulation.links import (
-    INTERFACE,
-    MOST_HOSTS,
-    check_rate,
-    host_address,
-    host_name,
-)
-from syncline.launcher.emulation.process import HostProcess, Streams, started
-from syncline.launcher.emulation.programs import program
+from syncline.launcher.emulation.host_process import HostProcess, Streams, started
+from syncline.launcher.emulation.network import INTERFACE, check_hosts, check_rate, host_address, host_name
+from syncline.launcher.local import packed
+from syncline.launcher.wire import receive_frame, send_frame
 
+_PACKAGES = str(Path(__file__).parents[3])
+_SWITCH = f"""
+import sys
+sys.path.append({_PACKAGES!r})
+from syncline.launcher.emulation.switch import main
+main(sys.argv[1:])
+"""
 _END_SECONDS = 10.0
 
 
 class EmulatedCluster:
-    """`links` are rates in bits per second, one a host (see links.parse_links). `preload` names modules that are
+    """`links` are rates in bits per second, one for each host (see `parse_links`). `preload` names modules that are
     loaded once, before the hosts are made; functions that run on them (see `call`) then need not load them."""
 
     def __init__(self, hosts: int, links: Sequence[float], *, preload: Sequence[str] = ()) -> None:
-        if not 1 <= hosts <= MOST_HOSTS:
-            raise UsageError(f"{hosts} hosts cannot be emulated.", action=f"Take 1 to {MOST_HOSTS}.")
+        check_hosts(hosts)
         if len(links) != hosts:
             raise UsageError(f"{len(links)} links for {hosts} hosts.", action="Give one rate for each host.")
         for rate in links:
@@ -62,7 +62,7 @@ class EmulatedCluster:
         self._connections = [ours for ours, _ in pairs]
         theirs = [connection.fileno() for _, connection in pairs]
         words = [self.num_hosts, *theirs, *self.links, *self._preload]
-        command = program("syncline.launcher.emulation.switch", *map(str, words))
+        command = [sys.executable, "-P", "-c", _SWITCH, *map(str, words)]  # -P: nothing of the current folder
         try:
             # A session of its own: Ctrl-C is for the launcher, which then ends the hosts in good order.
             self._switch = subprocess.Popen(
@@ -117,7 +117,7 @@ class EmulatedCluster:
         use the host's link, whatever the environment says about interfaces outside.
         """
         words = [os.fspath(word) for word in command]
-        return self._start(host, {"command": words}, words, Streams(stdin, stdout, stderr), env=env, cwd=cwd)
+        return self._start(host, words, {"command": words}, Streams(stdin, stdout, stderr), env, cwd)
 
     def call(
         self, host: int, function: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None,
@@ -127,20 +127,21 @@ class EmulatedCluster:
 
         It runs in a process of its own, forked from one that has loaded what `preload` names. Function, arguments and
         result are pickled by cloudpickle. The exit code is 0, that of the SynclineError it raised, or 1.
+        `env` is the whole environment, as with `popen`.
         """
-        order = write_order(function, args)
-        name = getattr(function, "__qualname__", str(function))
+        name = getattr(function, "__qualname__", repr(function))
+        payload = packed(function, args)
+        answer = os.memfd_create("syncline-answer")
         try:
-            return self._start(
-                host, {"path": sys.path}, [name], Streams(stdin, stdout, stderr), env=env, cwd=cwd, order=order
-            )  # fmt: skip
+            streams = Streams(stdin, stdout, stderr)
+            return self._start(host, [name], {"path": sys.path}, streams, env, cwd, payload, answer)
         except BaseException:
-            os.close(order)
+            os.close(answer)
             raise
 
     def _start(
-        self, host: int, what: dict[str, Any], words: list[str], streams: Streams, *,
-        env: Mapping[str, str] | None, cwd: str | os.PathLike[str] | None, order: int | None = None,
+        self, host: int, words: list[str], what: dict[str, Any], streams: Streams, env: Mapping[str, str] | None,
+        cwd: str | os.PathLike[str] | None, payload: bytes = b"", answer: int | None = None,
     ) -> HostProcess:  # fmt: skip
         request = {
             "do": "start",
@@ -151,26 +152,26 @@ class EmulatedCluster:
         ours, theirs = socket.socketpair()
         try:
             files = [streams.stdin, streams.stdout, streams.stderr, theirs.fileno()]
-            with self._lock, self._explained(host):
-                messages.send(self._host(host), request, files if order is None else [*files, order])
+            with self._lock, _explained(host):
+                send_frame(self._host(host), request, payload, files if answer is None else [*files, answer])
         except BaseException:
             ours.close()
             raise
         finally:
             streams.close_theirs()
             theirs.close()
-        with self._explained(host):
-            process = started(host, words, ours, order)
+        with _explained(host):
+            process = started(host, words, ours, answer)
         for name, file in streams.ours.items():
             setattr(process, name, file)
-        self._processes = [one for one in self._processes if one.returncode is None] + [process]
+        self._processes = [other for other in self._processes if other.returncode is None] + [process]
         return process
 
     def kill(self, host: int) -> None:
         """End all programs on a host at once, as a crash would. The host itself stays, and can start new ones."""
-        with self._lock, self._explained(host):
-            messages.send(self._host(host), {"do": "kill"})
-            messages.receive(self._host(host))
+        with self._lock, _explained(host):
+            send_frame(self._host(host), {"do": "kill"})
+            receive_frame(self._host(host))
 
     def cut(self, host: int) -> None:
         """Pull the cable: the host loses its carrier, and nothing passes in either direction."""
@@ -192,11 +193,11 @@ class EmulatedCluster:
         self._host(request["host"])
         with self._lock:
             with suppress(ConnectionError):
-                messages.send(self._connections[0], request)
-            answer, _ = messages.receive(self._connections[0])
+                send_frame(self._connections[0], request)
+            answer = receive_frame(self._connections[0])
         if answer is None:
             raise SynclineError("the switch of the emulated cluster has ended, and with it all links.")
-        return answer
+        return answer.message
 
     def _host(self, host: int) -> socket.socket:
         """The connection to a host's first process."""
@@ -207,24 +208,17 @@ class EmulatedCluster:
         return self._connections[1 + host]
 
     def _wait_until_ready(self) -> None:
-        answer, _ = messages.receive(self._connections[0])
+        answer = receive_frame(self._connections[0])
         if answer is None:
             raise SynclineError("the emulated cluster ended before it was ready.")
-        if "refused" in answer:
-            raise UsageError(answer["refused"], action=answer["action"])
-
-    def _explained(self, host: int) -> _Explained:
-        return _Explained(host)
+        if "refused" in answer.message:
+            raise UsageError(answer.message["refused"], action=answer.message["action"])
 
 
-class _Explained:
+@contextmanager
+def _explained(host: int) -> Iterator[None]:
     """A broken connection to a host's first process means that the host has ended."""
-
-    def __init__(self, host: int) -> None:
-        self._host = host
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if isinstance(error, ConnectionError):
-            raise SynclineError(f"{host_name(self._host)} has ended.") from error
+    try:
+        yield
+    except ConnectionError as error:
+        raise SynclineError(f"{host_name(host)} has ended.") from error
