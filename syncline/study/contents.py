@@ -10,6 +10,7 @@ from syncline.study import file
 from syncline.study.figures import FigureData, build_figure
 from syncline.study.rows import Row, matching
 from syncline.study.tables import TableData, build_table
+from syncline.study.values import Value
 
 OPEN = "(left open)"
 
@@ -42,8 +43,9 @@ def study_contents(
     study: file.Study, rows: Sequence[Row], machine: Mapping[str, Any], *, answers: bool, **rest: Any
 ) -> Contents:
     """Without answers, for teaching: conclusions and their figures are left to the reader."""
-    tables = [(spec, build_table(spec, rows)) for spec in study.table]
-    figures = [(spec, figure) for spec in study.figure if (figure := build_if_drawn(spec, rows)) is not None]
+    values = study.values()
+    tables = [(spec, build_table(spec, rows, values)) for spec in study.table]
+    figures = [(spec, figure) for spec in study.figure if (figure := build_if_drawn(spec, rows, values)) is not None]
     return Contents(
         title=study.title,
         question=study.question,
@@ -63,9 +65,9 @@ def study_contents(
     )
 
 
-def build_if_drawn(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
+def build_if_drawn(spec: file.Figure, rows: Sequence[Row], values: Mapping[str, Value]) -> FigureData | None:
     """Timelines and schedules are pictures of other things than numbers: they are added by the caller."""
-    return None if spec.kind in ("timeline", "schedules") else build_figure(spec, rows)
+    return None if spec.kind in ("timeline", "schedules") else build_figure(spec, rows, values)
 
 
 def main_answer(study: file.Study, rows: Sequence[Row]) -> str:

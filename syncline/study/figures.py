@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,14 +49,14 @@ class FigureData:
         return " ".join(lines)
 
 
-def build_figure(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
+def build_figure(spec: file.Figure, rows: Sequence[Row], known: Mapping[str, Value] = VALUES) -> FigureData | None:
     """The figure's numbers; None where nothing was measured that it could show."""
     here = matching(rows, spec.stage, spec.where)
     if spec.kind == "loss":
         return _losses(spec, here)
     if spec.kind == "times":
         return _times(spec, here)
-    values = [VALUES[name] for name in spec.values]
+    values = [known[name] for name in spec.values]
     if spec.kind == "stacked" or len(values) > 1:
         series = [_series(value.label, value, here, rows, spec) for value in values]
     else:

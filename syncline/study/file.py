@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
@@ -40,7 +41,7 @@ from syncline.forms import Section, checked
 from syncline.methods import with_current_names
 from syncline.study.answering import Answer
 from syncline.study.lab_code import LABS, built_in_labs, find_answers, load_answers, resolve_call
-from syncline.study.values import VALUES
+from syncline.study.values import VALUES, Value, figure_value
 
 LAB_FILE = "lab.toml"
 
@@ -137,6 +138,18 @@ class Figure(Section):
     note: str = ""
 
 
+class OwnValue(Section):
+    """A figure that the lab's experiments put into their rows, for tables and figures to show."""
+
+    name: str
+    """Of the figure in the rows that an experiment returns."""
+    label: str
+    unit: Literal["s", "B", "B/s", "%", "x", ""] = ""
+    """%: a share of one."""
+    definition: str
+    """One sentence with the formula, printed below each table."""
+
+
 class Question(Section):
     text: str
     answer: str
@@ -158,6 +171,7 @@ class Study(Section):
     quick: dict[str, Any] = Field(default_factory=dict)
     """Plan keys that `--quick` changes in all stages."""
     stage: list[Stage] = Field(min_length=1)
+    value: list[OwnValue] = Field(default_factory=list)
     table: list[Table] = Field(default_factory=list)
     figure: list[Figure] = Field(default_factory=list)
     question_: list[Question] = Field([], alias="ask")
@@ -180,9 +194,13 @@ class Study(Section):
         for what, name in uses:
             if name not in names:
                 raise ValueError(f"{what}: there is no stage {name!r}; stages are {', '.join(names)}.")
+        for value in self.value:
+            if value.name in VALUES:
+                raise ValueError(f"value {value.name!r} is Syncline's own; give yours another name.")
+        known = [*(value.name for value in self.value), *VALUES, *(value.name for value in _built_in_values())]
         shown = [*(table.values for table in self.table), *(figure.values for figure in self.figure)]
-        for value in {value for values in shown for value in values} - VALUES.keys():
-            raise ValueError(f"unknown value {value!r}; choose one of {', '.join(VALUES)}.")
+        for name in sorted({name for names in shown for name in names} - set(known)):
+            raise ValueError(f"unknown value {name!r}; choose one of {', '.join(dict.fromkeys(known))}.")
         return self
 
     @property
@@ -197,6 +215,14 @@ class Study(Section):
         """Every answer that the study names."""
         return find_answers(self.answer_names, self._own_answers)
 
+    def values(self) -> Mapping[str, Value]:
+        """What its tables and figures may show: general values, those of the labs of Syncline, and its own."""
+        declared = {value.name: value for value in (*_built_in_values(), *self.value)}
+        own = {
+            name: figure_value(name, value.label, value.unit, value.definition) for name, value in declared.items()
+        }
+        return {**VALUES, **own}
+
     def with_settings(self, settings: Mapping[str, Any]) -> Study:
         """These plan keys in every cell, whatever the file says; a key that a grid varies stays varied."""
 
@@ -205,6 +231,12 @@ class Study(Section):
             return stage.model_copy(update={"plan": {**stage.plan, **settings}, "quick": quick})
 
         return self.model_copy(update={"stage": [changed(stage) for stage in self.stage]})
+
+
+@cache
+def _built_in_values() -> tuple[OwnValue, ...]:
+    files = [tomllib.loads((LABS / name / LAB_FILE).read_text()) for name in built_in_labs()]
+    return tuple(OwnValue(**value) for file in files for value in file.get("value", []))
 
 
 def _require_unique(names: Iterable[str]) -> None:

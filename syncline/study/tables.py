@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from syncline.measure.sanity import Warning, check_rows, efficiency_above_one, m
 from syncline.methods import BASELINE
 from syncline.study import file
 from syncline.study.rows import Quantity, Row, matching
-from syncline.study.values import VALUES
+from syncline.study.values import VALUES, Value
 
 KEY_LABELS = {
     "method": "method",
@@ -55,26 +55,30 @@ def key_label(key: str) -> str:
     return KEY_LABELS.get(key, key.rpartition(".")[2].replace("_", " "))
 
 
-def build_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
-    """One line for each combination of row keys, one column for each value and combination of column keys."""
+def build_table(spec: file.Table, rows: Sequence[Row], values: Mapping[str, Value] = VALUES) -> TableData:
+    """One line for each combination of row keys, one column for each value and combination of column keys.
+
+    `values` are all that a study may show, by name.
+    """
     here = matching(rows, spec.stage, spec.where)
     if spec.kind == "losses":
         return _loss_table(spec, here)
     lines = _combinations(here, spec.rows)
     across = _combinations(here, spec.columns) if spec.columns else [()]
     columns = [key_label(key) for key in spec.rows]
-    columns += [_column(name, chosen, spec) for name in spec.values for chosen in across]
+    shown = [(values[name], chosen) for name in spec.values for chosen in across]
+    columns += [_column(value, chosen, spec) for value, chosen in shown]
     texts, numbers = [], []
     for line in lines:
-        found = [_cell(name, line, chosen, spec, here, rows) for name in spec.values for chosen in across]
-        texts.append([*map(str, line), *(VALUES[name].text(quantity) for name, quantity in found)])
-        numbers.append([*(None for _ in line), *(quantity.value if quantity else None for _, quantity in found)])
+        cells = [_cell(value, line, chosen, spec, here, rows) for value, chosen in shown]
+        texts.append([*map(str, line), *(value.text(cell) for (value, _), cell in zip(shown, cells, strict=True))])
+        numbers.append([*(None for _ in line), *(cell.value if cell else None for cell in cells)])
     return TableData(
         title=spec.title,
         columns=columns,
         rows=texts,
         numbers=numbers,
-        definitions=[(VALUES[name].label, VALUES[name].definition) for name in spec.values],
+        definitions=[(values[name].label, values[name].definition) for name in spec.values],
         warnings=[*_too_efficient(spec, here), *_beside_marks(check_rows(here), here)],
         marks=_marks(here),
         note=spec.note,
@@ -142,15 +146,14 @@ def _hashable(value: Any) -> Any:
     return ", ".join(map(str, value)) if isinstance(value, list) else value
 
 
-def _column(name: str, chosen: tuple[Any, ...], spec: file.Table) -> str:
-    label = VALUES[name].label
+def _column(value: Value, chosen: tuple[Any, ...], spec: file.Table) -> str:
     if not spec.columns:
-        return label
+        return value.label
     where = ", ".join(
-        counted(value, COLUMN_LABELS.get(key) or key_label(key))
-        for key, value in zip(spec.columns, chosen, strict=True)
+        counted(number, COLUMN_LABELS.get(key) or key_label(key))
+        for key, number in zip(spec.columns, chosen, strict=True)
     )
-    return where if len(spec.values) == 1 else f"{label}, {where}"
+    return where if len(spec.values) == 1 else f"{value.label}, {where}"
 
 
 def counted(value: Any, label: str) -> str:
@@ -158,16 +161,16 @@ def counted(value: Any, label: str) -> str:
 
 
 def _cell(
-    name: str,
+    value: Value,
     line: tuple[Any, ...],
     chosen: tuple[Any, ...],
     spec: file.Table,
     here: Sequence[Row],
     rows: Sequence[Row],
-) -> tuple[str, Quantity | None]:
+) -> Quantity | None:
     """Of the rows that the table shows; held against all rows, since a baseline may not be among those."""
     wanted = dict(zip((*spec.rows, *spec.columns), (*line, *chosen), strict=True))
     for row in here:
-        if all(_hashable(row.point.get(key, "-")) == value for key, value in wanted.items()):
-            return name, VALUES[name].read(row, rows)
-    return name, None
+        if all(_hashable(row.point.get(key, "-")) == place for key, place in wanted.items()):
+            return value.read(row, rows)
+    return None

@@ -119,6 +119,11 @@ def _figure(name: str) -> Callable[[Row, Sequence[Row]], Quantity | None]:
     return read
 
 
+def figure_value(name: str, label: str, unit: str, definition: str) -> Value:
+    """Of a figure that a lab's own experiment puts into its rows."""
+    return Value(label, unit, _figure(name), definition)
+
+
 def _last_epoch(name: str) -> Callable[[Row, Sequence[Row]], Quantity | None]:
     def read(row: Row, _: Sequence[Row]) -> Quantity | None:
         epochs: list[dict[str, Any]] = row.figures.get("epochs") or []
@@ -207,32 +212,6 @@ def _of_probe(row: Row, rows: Sequence[Row]) -> Quantity | None:
     return Quantity(own.value / alone) if own is not None and alone else None
 
 
-EXPERIMENTS = {
-    name: Value(label, unit, _figure(name), definition)
-    for name, label, unit, definition in (
-        ("bytes_per_sample", "bytes per sample", "B", "Slope of the peak resident bytes over the batch size."),
-        ("needed_bytes", "one worker needs", "B", "Process + batch x bytes per sample."),
-        (
-            "room_share",
-            "of free memory",
-            "%",
-            "Bytes needed / the memory that a study may take: 80 % of what is free.",
-        ),
-        ("same_batches", "batches as before", "%", "Share of a rank's batches that are those of the epoch before."),
-        ("same_shard", "samples kept by the rank", "%", "Share of a rank's samples that it had in the epoch before."),
-        ("seen", "training set seen", "%", "Share of the training set that one rank has seen in all epochs."),
-        ("start_bytes", "at the start", "B", "Bytes that rank 0 sends before the first step: weights and buffers."),
-        ("buffers", "buffers", "B", "Bytes of buffers (running statistics) that rank 0 gives to one step."),
-        ("statistics", "statistics", "B", "Bytes of batch-norm statistics that a rank gives to one step."),
-        ("messages", "messages", "", "Operations of one step, all kinds together."),
-        ("weights_apart", "weights apart", "", "|w0 - w1| / |w0| over all weights of ranks 0 and 1."),
-        ("means_apart", "running means apart", "", "|m0 - m1| / |m0| over all running means of ranks 0 and 1."),
-        ("accuracy_0", "accuracy, rank 0", "%", "On the test set, with rank 0's own weights and buffers."),
-        ("accuracy_1", "accuracy, rank 1", "%", "On the test set, with rank 1's own weights and buffers."),
-    )
-}
-"""What a study's own experiments (run = "function") find: their rows have figures of these names."""
-
 VALUES: dict[str, Value] = {
     "step": Value(
         "step", "s", _step, "Median wall time of a step on the slowest rank; ± half the distance of the quartiles."
@@ -312,5 +291,12 @@ VALUES: dict[str, Value] = {
     "latency": Value("latency", "s", _figure("latency"), "The constant of the fit time = latency + bytes / rate."),
     "link_rate": Value("rate", "B/s", _figure("link_rate"), "The rate of the fit time = latency + bytes / rate."),
     "memory": Value("peak memory", "B", _figure("peak_bytes"), "Largest resident size of a rank."),
-    **EXPERIMENTS,
+    "bytes_per_sample": Value(
+        "bytes per sample", "B", _figure("bytes_per_sample"), "Slope of the peak resident bytes over the batch size."
+    ),
+    "needed_bytes": Value("one worker needs", "B", _figure("needed_bytes"), "Process + batch x bytes per sample."),
+    "room_share": Value(
+        "of free memory", "%", _figure("room_share"),
+        "Bytes needed / the memory that a study may take: 80 % of what is free.",
+    ),
 }  # fmt: skip
