@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -31,17 +31,16 @@ from syncline.comm.torch_backend import adopt, connect
 from syncline.errors import PlanError, UsageError
 from syncline.launcher.environment import placement_from_environment
 from syncline.launcher.meeting import find_meeting
-from syncline.methods import METHODS, current_name, method_of
+from syncline.methods import METHODS, BatchNorm, Collective, TransferDtype, Unused, current_name, method_of
 from syncline.plan import parse_plan
 from syncline.resolve import choose_method
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 from syncline.sync.base import broadcast_state
-from syncline.sync.batch_norm import Policy, attach, refuse_shared_channel
+from syncline.sync.batch_norm import Statistics, SyncBatchNorm, attach, refuse_shared_channel, synchronise_batch_norm
 from syncline.sync.ddp import DDP
 from syncline.sync.flat import FlatSync
 from syncline.sync.hooks import CommHook
-from syncline.sync.sync_batch_norm import Statistics, SyncBatchNorm, synchronise_batch_norm
 
 REFUSED = {
     "init_sync": "every rank always starts with rank 0's parameters",
@@ -60,15 +59,21 @@ REFUSED = {
 
 
 class DataParallel(nn.Module):
-    """`module` with gradients averaged over ranks by `method`; options as in a plan. Collective."""
+    """`module` with gradients averaged over ranks by `method`. Collective."""
 
     def __init__(
         self,
         module: nn.Module,
         method: str = "auto",
         *,
+        bucket_cap_mb: float | None = None,
+        collective: Collective | None = None,
+        transfer_dtype: TransferDtype | None = None,
+        groups: int | None = None,
+        overlap: bool | None = None,
+        unused: Unused | None = None,
+        batch_norm: BatchNorm | None = None,
         process_group: dist.ProcessGroup | None = None,
-        batch_norm: Policy | None = None,
         broadcast_buffers: bool = False,
         forward_sync_buffers: bool | None = None,
         find_unused_parameters: bool = False,
@@ -77,25 +82,30 @@ class DataParallel(nn.Module):
         device_ids: list[int | torch.device] | None = None,
         deadline_s: float = 120.0,
         log: EventLog | None = None,
-        **options: Any,
+        **refused: Never,
     ) -> None:
-        """`batch_norm` is local (statistics of the own batch), broadcast (rank 0's buffers before each forward) or
-        sync (statistics over all ranks' batches); ddp does broadcast if nothing is said, the other methods do local.
+        """Options from `bucket_cap_mb` to `unused` are those of a plan; one that the method does not have is refused.
 
-        For scripts written for torch's class, `find_unused_parameters` is taken as `unused="zero"`, and
-        `gradient_as_bucket_view`, `static_graph` and `device_ids` are taken and change nothing."""
+        `batch_norm` is local (statistics of the own batch), broadcast (rank 0's buffers before each forward) or
+        sync (statistics over all ranks' batches); without it, ddp does broadcast and the other methods do local.
+
+        For scripts written for torch's class, `find_unused_parameters` means `unused="zero"`, and
+        `gradient_as_bucket_view`, `static_graph` and `device_ids` change nothing."""
         super().__init__()
-        for name in options.keys() & REFUSED.keys():
+        for name in refused.keys() & REFUSED.keys():
             raise PlanError(f"DataParallel does not take {name}: {REFUSED[name]}.")
+        options = {
+            "bucket_cap_mb": bucket_cap_mb, "collective": collective, "transfer_dtype": transfer_dtype,
+            "groups": groups, "overlap": overlap,
+            "unused": unused or ("zero" if find_unused_parameters else None), **refused,
+        }  # fmt: skip
         if device_ids is not None and len(device_ids) > 1:
             raise PlanError("DataParallel takes one device per process.", action="Start one process per device.")
         self.log = log or EventLog(keep=False)
         self.communicator = instrumented(_join(process_group, deadline_s), self.log, deadline_s=deadline_s)
         self.method, self.reason = _choose(method, module, self.communicator)
-        if find_unused_parameters:
-            options.setdefault("unused", "zero")
         # Refuses what the method does not take; what auto takes is fine whatever it chose.
-        options = parse_plan({"method": method, "options": options}).options_for(self.method)
+        chosen = parse_plan({"method": method, "options": options}).options_for(self.method)
         row = METHODS[self.method]
         if row.world == "threads":
             raise PlanError(
@@ -104,7 +114,7 @@ class DataParallel(nn.Module):
             )
         self.log.method = self.method
         self.module = module
-        self.sync = make_sync(self.method, self.communicator, log=self.log, batch_norm=batch_norm, **options)
+        self.sync = make_sync(self.method, self.communicator, log=self.log, batch_norm=batch_norm, **chosen)
         synchronised = batch_norm if batch_norm == "sync" else None
         # In a list, or it would be registered as a second submodule.
         self._attached = [attach(self.sync, module, synchronised)]
@@ -168,7 +178,7 @@ class DataParallel(nn.Module):
         if any(isinstance(layer, SyncBatchNorm) for layer in self.module.modules()):
             raise PlanError(
                 "join cannot stand in for a rank in statistics over all ranks' batches.",
-                action='Take batch_norm = "local", or give every rank the same number of batches.',
+                action='Use batch_norm = "local", or give every rank the same number of batches.',
             )
         if isinstance(self.sync, DDP):
             with self._attached[0].join():  # type: ignore[operator]

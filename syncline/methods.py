@@ -10,6 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Collective = Literal["native", "root", "tree", "ring", "halving-doubling", "direct"]
+TransferDtype = Literal["bf16", "fp16"]
+Unused = Literal["error", "zero"]
+BatchNorm = Literal["local", "broadcast", "sync"]
+
 _BUCKETED = ("bucket_cap_mb", "transfer_dtype", "overlap", "unused")
 
 
@@ -65,26 +70,26 @@ _ROWS = (
     Method(
         name="single",
         about="one worker on the whole batch: the baseline, nothing is sent",
-        made_by="syncline.sync.single:Single",
+        made_by="syncline.sync.base:Single",
         world="worker",
         compared=True,
     ),
     Method(
         name="gather-scatter",
         about="each gradient is gathered on rank 0, averaged there and scattered back",
-        made_by="syncline.sync.gather_scatter:GatherScatter",
+        made_by="syncline.sync.after_backward:GatherScatter",
         compared=True,
     ),
     Method(
         name="point-to-point",
         about="the same exchange with rank 0 as sends and receives that are in flight together",
-        made_by="syncline.sync.point_to_point:PointToPoint",
+        made_by="syncline.sync.after_backward:PointToPoint",
         compared=True,
     ),
     Method(
         name="all-reduce",
         about="each gradient is all-reduced by itself, after backward",
-        made_by="syncline.sync.all_reduce:AllReduce",
+        made_by="syncline.sync.after_backward:AllReduce",
         compared=True,
     ),
     Method(

@@ -12,7 +12,17 @@ from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from syncline.errors import PlanError
 from syncline.forms import Section, checked, unknown_value
-from syncline.methods import CONTROL, METHODS, Method, current_name, method_of
+from syncline.methods import (
+    CONTROL,
+    METHODS,
+    BatchNorm,
+    Collective,
+    Method,
+    TransferDtype,
+    Unused,
+    current_name,
+    method_of,
+)
 from syncline.words import IN_FILES, MODELS, RECIPES, RECIPES_OF_TEN_EPOCHS
 
 
@@ -58,15 +68,15 @@ class Options(Section):
 
     bucket_cap_mb: float | None = Field(None, gt=0)
     """Size of a gradient bucket in MB; 25 if absent."""
-    collective: Literal["native", "root", "tree", "ring", "halving-doubling", "direct"] | None = None
+    collective: Collective | None = None
     """How a bucket travels; native if absent, direct with a transfer_dtype."""
-    transfer_dtype: Literal["bf16", "fp16"] | None = None
+    transfer_dtype: TransferDtype | None = None
     """Send 16-bit values and sum them in 32 bits. Lossy."""
     groups: int | None = Field(None, ge=1)
     """Process groups that buckets take in turn; 1 if absent."""
     overlap: bool | None = None
     """Send while backward runs; true if absent."""
-    unused: Literal["error", "zero"] | None = None
+    unused: Unused | None = None
     """What a parameter is that only some ranks use: an error if absent, or zero where it is unused."""
 
 
@@ -136,7 +146,7 @@ class Plan(Section):
     """Samples per step over all workers."""
     accumulate: int = Field(1, ge=1)
     """Parts in which each worker takes its share of a batch; their gradients are added up before they travel."""
-    batch_norm: Literal["local", "broadcast", "sync"] | None = None
+    batch_norm: BatchNorm | None = None
     """Statistics of each rank's own share, the same with rank 0's buffers, or of the global batch. The method's own
     if absent: broadcast for ddp, local for the others."""
     steps: int | None = Field(None, ge=1)

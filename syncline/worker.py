@@ -42,10 +42,8 @@ from syncline.train.calibrate import calibrate, gather_times
 from syncline.train.checkpoint import Progress
 from syncline.train.delays import delays_of
 from syncline.train.loop import Loop
-from syncline.train.memory import note_memory
-from syncline.train.replay import ReplayedBatches
 from syncline.train.step import Worker
-from syncline.train.watching import StepWatch
+from syncline.train.watching import StepWatch, note_memory
 from syncline.words import IN_FILES
 from syncline.workload.ahead import AheadBatches
 from syncline.workload.batches import Batches, ImageBatches
@@ -55,6 +53,7 @@ from syncline.workload.image_index import ImageIndex, digest
 from syncline.workload.inputs import is_cifar_shaped, usual_input
 from syncline.workload.recipes import make_model, make_optimizer
 from syncline.workload.recorded import load_times
+from syncline.workload.replay import ReplayedBatches
 from syncline.workload.shapes import made_batches, text_batches
 from syncline.workload.sharding import Sharding
 from syncline.workload.sources import load_images, load_index

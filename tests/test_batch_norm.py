@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from syncline.comm import Communicator
 from syncline.errors import PlanError
 from syncline.spans import EventLog
-from syncline.sync.sync_batch_norm import Statistics, SyncBatchNorm, samples_not_counted, synchronise_batch_norm
+from syncline.sync.batch_norm import Statistics, SyncBatchNorm, samples_not_counted, synchronise_batch_norm
 
 CHANNELS = 3
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {

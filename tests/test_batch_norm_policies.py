@@ -18,11 +18,11 @@ import syncline
 from syncline.comm import Communicator
 from syncline.errors import PlanError
 from syncline.measure.certify import Certificate, Certifier
+from syncline.methods import BatchNorm
 from syncline.plan import parse_plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync
-from syncline.sync.batch_norm import Policy, attach
-from syncline.sync.sync_batch_norm import SyncBatchNorm
+from syncline.sync.batch_norm import SyncBatchNorm, attach
 from syncline.train.step import Worker, train_step
 from syncline.workload.sharding import Shard, Sharding
 
@@ -47,7 +47,7 @@ def shard_of(rank: int, world_size: int, step: int) -> Shard:
 
 
 def trained(
-    comm: Communicator, log: EventLog, method: str, policy: Policy | None, accumulate: int = 1
+    comm: Communicator, log: EventLog, method: str, policy: BatchNorm | None, accumulate: int = 1
 ) -> dict[str, Tensor]:
     """Weights and buffers after the steps; without a policy, of a model without batch norm."""
     model = copy.deepcopy(TEMPLATES[policy is not None])
@@ -118,7 +118,7 @@ def test_the_same_over_gloo_with_ddp() -> None:
         assert_close([in_parts], one_worker(False))
 
 
-def running_means(policy: Policy | None, method: str = "all-reduce") -> list[Tensor]:
+def running_means(policy: BatchNorm | None, method: str = "all-reduce") -> list[Tensor]:
     states = on_threads(2, lambda comm, log: trained(comm, log, method, policy))
     assert torch.equal(states[0]["6.weight"], states[1]["6.weight"])
     return [state["1.running_mean"] for state in states]

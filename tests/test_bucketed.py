@@ -14,9 +14,8 @@ from helpers import assert_same, caught, gradients, integer_loss, integer_model,
 from torch import Tensor, nn
 
 from syncline.comm import Communicator
-from syncline.comm.communicator import Operation, Work
+from syncline.comm.communicator import Operation, Work, Wrapper
 from syncline.comm.threads import run_threads
-from syncline.comm.wrapper import Wrapper
 from syncline.errors import CommunicationError, PlanError
 from syncline.measure.certify import Certificate, Certifier
 from syncline.spans import EventLog

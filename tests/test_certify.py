@@ -16,8 +16,7 @@ from syncline.measure.certify import Certificate, Certifier
 from syncline.measure.verdict import CLOSE, Verdict, judge_close, judge_sum, worst
 from syncline.spans import EventLog
 from syncline.sync import GradientSync, make_sync
-from syncline.sync.all_reduce import AllReduce
-from syncline.sync.base import AfterBackward
+from syncline.sync.after_backward import AfterBackward, AllReduce
 from syncline.workload.models import build_model
 from syncline.workload.sharding import Shard, Sharding
 

@@ -16,9 +16,8 @@ from syncline.collectives.execute import Executor, rank_rounds
 from syncline.collectives.patterns import PATTERNS, make_schedule
 from syncline.collectives.schedule import Round, Schedule, ScheduleError, Transfer, check, chunk_bounds
 from syncline.comm import Communicator
-from syncline.comm.communicator import Operation, Work
+from syncline.comm.communicator import Operation, Work, Wrapper
 from syncline.comm.threads import run_threads
-from syncline.comm.wrapper import Wrapper
 from syncline.measure.verdict import judge_sum
 from syncline.spans import EventLog
 

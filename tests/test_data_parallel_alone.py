@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Never, get_type_hints
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import syncline
 from syncline.data_parallel import REFUSED
 from syncline.errors import PlanError, UsageError
+from syncline.plan import Options
 from syncline.sync.flat import FlatSync
 
 
@@ -65,9 +67,14 @@ def test_keyword_of_torch_s_class_is_refused_by_name(name: str) -> None:
         syncline.DataParallel(nn.Linear(2, 2), "bucketed", **{name: None})
 
 
-def test_no_keyword_of_torch_s_class_is_forgotten() -> None:
-    import inspect
+def test_every_option_of_a_plan_is_a_keyword_with_the_same_type() -> None:
+    spelled_out = get_type_hints(syncline.DataParallel.__init__)
+    for name, field in Options.model_fields.items():
+        assert spelled_out[name] == field.annotation, name
+    assert spelled_out["refused"] is Never, "a type checker must flag what is neither"
 
+
+def test_no_keyword_of_torch_s_class_is_forgotten() -> None:
     torch_s = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
     assert torch_s - ACCEPTED.keys() - REFUSED.keys() == set()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import on_threads
 
-from syncline.comm.communicator import Communicator, Operation, Work
-from syncline.comm.wrapper import Wrapper
+from syncline.comm.communicator import Communicator, Operation, Work, Wrapper
 from syncline.errors import CommunicationError, PlanError
 from syncline.measure.probe import bus_factor, link_rate, run_probe, summarise
 from syncline.spans import EventLog

@@ -20,11 +20,10 @@ from syncline.resolve import resolve
 from syncline.spans import EventLog, read_log
 from syncline.store import RunFolder
 from syncline.sync import make_sync
-from syncline.train.replay import ReplayedBatches
 from syncline.train.step import Worker, train_step
 from syncline.workload import replay
 from syncline.workload.recorded import ComputeTimes, load_times
-from syncline.workload.replay import ReplayedModel, ReplayedOptimizer, Timeline
+from syncline.workload.replay import ReplayedBatches, ReplayedModel, ReplayedOptimizer, Timeline
 from syncline.workload.sharding import Sharding
 
 STATED = """

@@ -39,7 +39,7 @@ from syncline.launcher.local import start_fork_server
 from syncline.resolve import choose_method
 from syncline.spans import EventLog
 from syncline.sync import make_sync
-from syncline.sync.mean import mean_in_rank_order
+from syncline.sync.after_backward import mean_in_rank_order
 from syncline.sync.shared_memory import PIECE_BYTES, average_pieces, cut_slice
 
 

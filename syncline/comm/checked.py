@@ -18,9 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from syncline.comm.communicator import PAIRWISE, Communicator, Operation, Work
+from syncline.comm.communicator import PAIRWISE, Communicator, Operation, Work, Wrapper
 from syncline.comm.stall import Place, Stall, StallBoard
-from syncline.comm.wrapper import Wrapper
 from syncline.errors import CommunicationError, ContractError, DeadlineError
 from syncline.spans import EventLog
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from syncline.comm.communicator import Communicator, Operation, TellsWhenDone, Work
-from syncline.comm.wrapper import Wrapper
+from syncline.comm.communicator import Communicator, Operation, TellsWhenDone, Work, Wrapper
 from syncline.spans import EventLog
 
 

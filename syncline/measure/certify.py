@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from syncline.comm.communicator import Communicator
 from syncline.comm.threads import run_threads
 from syncline.measure.verdict import Verdict, judge_close, judge_sum, worst
+from syncline.methods import BatchNorm
 from syncline.spans import EventLog
+from syncline.sync.after_backward import mean_in_rank_order
 from syncline.sync.base import GradientSync, broadcast_state
-from syncline.sync.batch_norm import Policy, attach
-from syncline.sync.mean import mean_in_rank_order
-from syncline.sync.sync_batch_norm import Statistics, synchronise_batch_norm
+from syncline.sync.batch_norm import Statistics, attach, synchronise_batch_norm
 from syncline.train.step import Worker, gradient_step
 from syncline.workload.batches import Batches, device_of, on_device
 from syncline.workload.sharding import Shard, Sharding
@@ -75,7 +75,7 @@ class Certifier:
     make_exact: Callable[[Communicator], GradientSync] | None = None
     """The same method without lossy transfers, where `make_sync` has them."""
     wire_dtype: torch.dtype | None = None
-    batch_norm: Policy | None = None
+    batch_norm: BatchNorm | None = None
     steps: int = 3
 
     def run(self) -> Certificate | None:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from syncline.sync.mean import mean_in_rank_order
+from syncline.sync.after_backward import mean_in_rank_order
 
 CLOSE = 1e-10
 """Float64 carries 16 digits; a reordered sum keeps the first 10, a wrong weight does not keep the third."""

@@ -9,10 +9,9 @@ from syncline.comm.communicator import Communicator
 from syncline.comm.mpi_backend import MpiCommunicator
 from syncline.comm.threads import ThreadCommunicator
 from syncline.errors import PlanError
-from syncline.methods import METHODS, current_name
+from syncline.methods import METHODS, BatchNorm, current_name
 from syncline.spans import EventLog
 from syncline.sync.base import GradientSync
-from syncline.sync.batch_norm import Policy
 
 __all__ = ["GradientSync", "make_sync"]
 
@@ -22,7 +21,7 @@ def make_sync(
     communicator: Communicator,
     *,
     log: EventLog | None = None,
-    batch_norm: Policy | None = None,
+    batch_norm: BatchNorm | None = None,
     **options: Any,
 ) -> GradientSync:
     """The method by the name that users type, with its options. Collective.

@@ -9,18 +9,17 @@ optimizer.step()
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from syncline.comm.communicator import Communicator
-from syncline.errors import ContractError, PlanError
+from syncline.errors import PlanError
 from syncline.spans import EventLog
 from syncline.sync.hooks import CommHook
 
@@ -108,56 +107,17 @@ class GradientSync(ABC):
         assert not state, f"{type(self).__name__} keeps no state"
 
 
-class AfterBackward(GradientSync):
-    """The methods that wait for backward to end and then average one parameter after the other.
-
-    Hooks only note the moment at which each gradient became ready.
-    """
-
-    def __init__(self, communicator: Communicator) -> None:
-        super().__init__(communicator)
-        self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._ready_ns: dict[str, int] = {}
-
-    @abstractmethod
-    def average(self, name: str, gradient: Tensor, ready_ns: int) -> None:
-        """Replace one gradient by its mean over ranks, in place."""
+class Single(GradientSync):
+    """single: one worker on the whole batch. Nothing is sent."""
 
     def attach(self, model: nn.Module) -> nn.Module:
-        broadcast_state(self.communicator, model)
-        self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._mark(name)) for name, p in self._parameters]
         return model
 
     def finish(self) -> None:
-        if self._paused or not self._ready_ns:
-            return
-        with self.communicator.scope("gradients"):
-            for name, parameter in self._parameters:
-                if parameter.grad is None:
-                    raise ContractError(
-                        f"parameter {name} has no gradient: this rank's loss does not depend on it.",
-                        action="Freeze it (requires_grad = False) or use it in every forward.",
-                        rank=self.communicator.rank,
-                    )
-                self.average(name, parameter.grad, self._ready_ns.get(name, time.monotonic_ns()))
-        self._ready_ns.clear()
+        pass
 
     def finish_without_gradients(self) -> None:
-        for name, parameter in self._parameters:
-            parameter.grad = torch.zeros_like(parameter)
-            self._ready_ns[name] = time.monotonic_ns()
-        self.finish()
-
-    def detach(self) -> None:
-        super().detach()
-        self._ready_ns.clear()
-
-    def _mark(self, name: str) -> Callable[[Tensor], None]:
-        def mark(_: Tensor) -> None:
-            self._ready_ns[name] = time.monotonic_ns()
-
-        return mark
+        pass
 
 
 def broadcast_state(communicator: Communicator, model: nn.Module, *, root: int = 0) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from syncline.collectives.execute import Executor
 from syncline.collectives.patterns import make_schedule
 from syncline.comm.communicator import Communicator, Operation, Work
 from syncline.errors import PlanError
+from syncline.methods import Collective, TransferDtype, Unused
 from syncline.sync.flat import FlatSync
 from syncline.sync.hooks import CommHook, HookBucket, apply_hook
 from syncline.sync.layout import Bucket, Group, Layout
@@ -34,11 +35,11 @@ class Bucketed(FlatSync):
         communicator: Communicator,
         *,
         bucket_cap_mb: float = 25.0,
-        collective: str | None = None,
-        transfer_dtype: Literal["bf16", "fp16"] | None = None,
+        collective: Collective | None = None,
+        transfer_dtype: TransferDtype | None = None,
         groups: int = 1,
         overlap: bool = True,
-        unused: Literal["error", "zero"] = "error",
+        unused: Unused = "error",
     ) -> None:
         super().__init__(communicator, bucket_cap_mb=bucket_cap_mb, unused=unused)
         collective = collective or ("native" if transfer_dtype is None else "direct")
@@ -170,7 +171,7 @@ class _Task:
 class _Sender:
     """The communication thread. Errors in it are raised by `collect`."""
 
-    def __init__(self, channels: list[Communicator], collective: str, wire_dtype: torch.dtype | None) -> None:
+    def __init__(self, channels: list[Communicator], collective: Collective, wire_dtype: torch.dtype | None) -> None:
         self._channels = channels
         self._executors = None
         if collective != "native":

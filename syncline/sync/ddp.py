@@ -10,7 +10,7 @@ import inspect
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from syncline.comm.communicator import Communicator
 from syncline.comm.torch_backend import TorchCommunicator
 from syncline.errors import PlanError
+from syncline.methods import Unused
 from syncline.spans import EventLog
 from syncline.sync.base import GradientSync
 from syncline.sync.hooks import CommHook
@@ -42,7 +43,7 @@ class DDP(GradientSync):
         communicator: Communicator,
         *,
         bucket_cap_mb: float | None = None,
-        unused: Literal["error", "zero"] = "error",
+        unused: Unused = "error",
         broadcast_buffers: bool = True,
     ) -> None:
         super().__init__(communicator)

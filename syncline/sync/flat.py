@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import ContractError, SynclineError
+from syncline.methods import Unused
 from syncline.sync.base import GradientSync, broadcast_state
 from syncline.sync.layout import MB, Group, Layout, Size, plan_layout
 
@@ -33,7 +34,7 @@ class FlatSync(GradientSync):
         communicator: Communicator,
         *,
         bucket_cap_mb: float = 25.0,
-        unused: Literal["error", "zero"] = "error",
+        unused: Unused = "error",
     ) -> None:
         super().__init__(communicator)
         self._caps = {

@@ -11,7 +11,7 @@ says.
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from syncline.comm.communicator import Communicator
 from syncline.comm.shared_memory import Barrier, Segment, ranks_by_host
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.errors import PlanError
+from syncline.methods import Collective, TransferDtype, Unused
 from syncline.sync.bucketed import Bucketed
 from syncline.sync.hooks import CommHook
 from syncline.sync.layout import Bucket, Group, Layout
@@ -32,10 +33,10 @@ class Hierarchical(Bucketed):
         communicator: Communicator,
         *,
         bucket_cap_mb: float = 25.0,
-        collective: str | None = None,
-        transfer_dtype: Literal["bf16", "fp16"] | None = None,
+        collective: Collective | None = None,
+        transfer_dtype: TransferDtype | None = None,
         overlap: bool = True,
-        unused: Literal["error", "zero"] = "error",
+        unused: Unused = "error",
     ) -> None:
         hosts = ranks_by_host(communicator)
         here = communicator.part("hosts", hosts)

@@ -8,7 +8,7 @@ barriers. The sum is in rank order, so it equals the sequential mean to the bit.
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from syncline.collectives.schedule import chunk_bounds
 from syncline.comm.communicator import Communicator
 from syncline.comm.shared_memory import Barrier, Segment, check_one_host
 from syncline.errors import PlanError
+from syncline.methods import Unused
 from syncline.sync.flat import FlatSync
 from syncline.sync.layout import Group, Layout
 
@@ -29,7 +30,7 @@ class SharedMemory(FlatSync):
         self,
         communicator: Communicator,
         *,
-        unused: Literal["error", "zero"] = "error",
+        unused: Unused = "error",
     ) -> None:
         # One bucket: there is no wire whose time could be hidden behind backward.
         super().__init__(communicator, bucket_cap_mb=float(10**6), unused=unused)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from syncline.spans import EventLog
 from syncline.sync import GradientSync
-from syncline.sync.sync_batch_norm import SyncBatchNorm, samples_not_counted
+from syncline.sync.batch_norm import SyncBatchNorm, samples_not_counted
 from syncline.train.delays import NO_DELAYS, Delayed, Delays
 from syncline.workload.batches import Batches, device_of, on_device
 from syncline.workload.sharding import Shard

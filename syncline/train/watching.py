@@ -1,13 +1,16 @@
-"""What is watched around a step without a timer inside it: the traffic of every step, torch's profiler on some.
+"""What is watched around steps without a timer inside them: traffic, torch's profiler, and memory at the end.
 
-Both begin before the step's clock starts and end after it has stopped, so their own work is not in the step's time;
-only the profiler makes the operations inside slower, which is why a step that it recorded is marked.
+Traffic is counted in every step, the profiler records some. Both begin before the step's clock starts and end after
+it has stopped, so their own work is not in the step's time; only the profiler makes the operations inside slower,
+which is why a step that it recorded is marked.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from syncline.comm.counters import StepTraffic
 from syncline.plan import Profile
 from syncline.spans import EventLog
+from syncline.sync import GradientSync
 
 
 @dataclass(frozen=True)
@@ -68,3 +73,27 @@ def _operator(average: Any) -> dict[str, Any]:
         "self_us": average.self_cpu_time_total,
         "total_us": average.cpu_time_total,
     }
+
+
+def note_memory(log: EventLog, model: nn.Module, sync: GradientSync) -> None:
+    """The process's peak so far, and what the model's gradients and the method's buffers hold now."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    log.add(
+        "memory",
+        peak_resident_bytes=peak_resident_bytes(),
+        parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        gradient_bytes=sum(parameter.nbytes for parameter in trained),
+        buffer_bytes=sync.buffer_bytes,
+        gradients_in_buffers=sync.holds_gradients,
+    )
+
+
+def peak_resident_bytes() -> int:
+    """The most that this process had in memory at once, pages that it shares with others included."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from syncline.workload.recorded import ComputeTimes, Gradient
+from syncline.workload.sharding import Shard
+from syncline.workload.tasks import classification
 
 SHORTEST_SLEEP_NS = 100_000
 """A sleep overshoots by about 60 us: shorter ones are left out and added to the next."""
@@ -145,3 +147,27 @@ def _owner(model: nn.Module, dotted: str) -> tuple[nn.Module, str]:
         owner._modules[part] = inner
         owner = inner
     return owner, name
+
+
+class ReplayedBatches:
+    """Nothing is loaded, the recorded time is slept: one made-up sample for ReplayedModel, whatever the shard."""
+
+    task = classification(1, (1,))
+    num_test = 0
+
+    def __init__(self, data_s: float, *, num_train: int = 1, source: str = "") -> None:
+        self.num_train = num_train
+        self.source = source
+        self._data_s = data_s
+        self._timeline = Timeline()
+        self._sample = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+
+    def train(self, shard: Shard) -> tuple[Tensor, Tensor]:
+        self._timeline.sleep(self._data_s)
+        return self._sample
+
+    def test(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        return self._sample
+
+    def in_dtype(self, dtype: torch.dtype) -> Self:
+        return self

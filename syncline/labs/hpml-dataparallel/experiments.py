@@ -24,9 +24,10 @@ from torch.utils.data import DistributedSampler
 
 from syncline.comm import Communicator
 from syncline.errors import PlanError
+from syncline.methods import BatchNorm
 from syncline.spans import EventLog
 from syncline.sync import make_sync
-from syncline.sync.batch_norm import Policy, attach
+from syncline.sync.batch_norm import attach
 from syncline.train.evaluate import evaluate_per_rank
 from syncline.train.step import Worker, train_step
 from syncline.workload.batches import ImageBatches
@@ -49,7 +50,7 @@ Order = Callable[[int], list[int]]
 
 @dataclass(frozen=True)
 class Case:
-    batch_norm: Policy
+    batch_norm: BatchNorm
     same_start: bool = True
     all_classes: bool = True
 
