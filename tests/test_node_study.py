@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from conftest import Cli
 
+from syncline.marks import ON_LOOPBACK
 from syncline.study.cells import Ground, expand
 from syncline.study.file import parse_study
-from syncline.study.results import ON_LOOPBACK
 
 SMALL = """
 title = "Small"
@@ -61,7 +61,7 @@ def test_a_study_scales_what_it_recorded_at_its_best(cli: Cli, tmp_path: Path) -
     lines = [line.split(" | ") for line in told.splitlines() if line.startswith("| bucketed |")]
     assert [line[1] for line in lines] == ["1", "2", "4"]
     assert all("-" not in line[2:] for line in lines), "a replayed row has a replayed baseline"
-    assert ON_LOOPBACK in told
+    assert ON_LOOPBACK.text in told
     assert "Amdahl, mlp:" in told
     cells = {path.name.partition("-")[0] for path in (folder / "runs" / "lab-small" / "cells").iterdir()}
     assert cells == {"threads", "batch", "strong"}
