@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from syncline.errors import RunFolderError
+from syncline.methods import current_label
 from syncline.spans import FORMAT, Record, read_records
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ NO_EVENTS = Events(0, {}, {}, {}, {}, [])
 
 def _table_rows(record: Record) -> Iterator[dict[str, Any]]:
     about = {name: record.get(name) for name in ("session", "seq", "step", "kind")}
-    about["method"] = record.get("method", "")
+    about["method"] = current_label(record.get("method", ""))
     if record["kind"] in SPANS:
         yield {
             **about, **{name: record.get(name) for name in ("name", "label", "bytes")},
@@ -330,7 +331,7 @@ def _rank_step(rank: int, start: int, end: int, records: Sequence[Record]) -> Ra
 
 
 def _key(record: Record) -> tuple[str, int]:
-    return str(record.get("method", "")), int(record["step"])
+    return current_label(record.get("method", "")), int(record["step"])
 
 
 def _say_where_it_ended(rank: int, records: Sequence[Record], problems: list[str], *, last: bool) -> None:

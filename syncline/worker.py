@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -107,11 +107,10 @@ def certify(plan: Plan, methods: Sequence[str], models: Sequence[str], quiet: bo
 def call(plan: Plan, name: str) -> list[dict[str, Any]]:
     """A rank's part in a study's experiment: FILE.py:function or module:function, called with the joined rank; rows
     from rank 0."""
-    from syncline.study.lab_code import load_call  # with all that tables need: only where it is called
+    from syncline.study.lab_code import run_call  # with all that tables need: only where it is called
 
-    function: Callable[[Rank], list[dict[str, Any]]] = load_call(name)
     with joined(plan, None) as rank:
-        return function(rank)
+        return run_call(name, rank)
 
 
 def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifier:

@@ -35,6 +35,13 @@ def test_steps_are_read_by_method_and_rank(tmp_path: Path) -> None:
     assert [(part.label, part.ready, part.end) for part in one.transfers] == [("bucket 0", 81 * MS, 86 * MS)]
 
 
+def test_a_method_goes_by_the_name_that_it_has_today(tmp_path: Path) -> None:
+    write_log(tmp_path, 0, [header(0, 1), *whole_step(0, method="data-parallel")])
+    events = read_events(tmp_path)
+    assert len(events.complete("thread-replicas")) == 1
+    assert set(events.table()["method"]) == {"thread-replicas"}
+
+
 def test_what_lies_outside_a_step_is_not_part_of_it(tmp_path: Path) -> None:
     meeting, loss_line = transfer("turn", 0, -3, -3, -1), transfer("loss line", 0, 41, 41, 43)
     write_log(tmp_path, 0, [header(0, 1), meeting, *whole_step(0), loss_line, phase("evaluate", 0, 44, 60)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -410,9 +409,3 @@ def test_a_stage_replays_what_an_earlier_one_recorded() -> None:
     assert {cell.plan.compute for cell in cells} == {"replay:runs/a"}
     missing = expand(study, study.stage[1], Ground(), quick=False, recorded={("mlp", 4): "runs/a"})
     assert {cell.why_not for cell in missing} == {"stage one recorded no mlp at 8 samples per worker (recorded: 4)"}
-
-
-def test_the_study_of_the_docs_is_right() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "labs.md").read_text()
-    study = parse_study(text.partition("```toml\n")[2].partition("```")[0], "docs/labs.md")
-    assert len(expand(study, study.stage[0], Ground(), quick=True)) == 4

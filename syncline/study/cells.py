@@ -7,11 +7,12 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from syncline.errors import PlanError
 from syncline.launcher.local import cores
-from syncline.methods import BASELINE, method_of
+from syncline.methods import BASELINE, OLD_NAMES, method_of
 from syncline.plan import Plan, load_plan
 from syncline.study.file import Stage, Study
 from syncline.study.lab_code import call_identity
@@ -49,6 +50,20 @@ class Cell:
     def name(self) -> str:
         words = [self.stage, *(f"{key}={_word(value)}" for key, value in self.point.items()), f"round={self.round}"]
         return f"{'-'.join(words).replace('/', '_')}-{self.digest[:8]}"
+
+    def folder_in(self, cells: Path) -> Path:
+        """Its run folder, which may be of a version that knew a method under another name."""
+        before = self._with_old_names()
+        folders = [cells / self.name, *([cells / before.name] if before is not None else [])]
+        return next((folder for folder in folders if folder.exists()), folders[0])
+
+    def _with_old_names(self) -> Cell | None:
+        old = {today: name for name, today in OLD_NAMES.items()}
+        if not old.keys() & {self.plan.method, *self.methods, self.point.get("method")}:
+            return None
+        point = {key: old.get(value, value) if key == "method" else value for key, value in self.point.items()}
+        plan = self.plan.model_copy(update={"method": old.get(self.plan.method, self.plan.method)})
+        return replace(self, plan=plan, methods=tuple(old.get(name, name) for name in self.methods), point=point)
 
     @property
     def digest(self) -> str:

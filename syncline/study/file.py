@@ -144,10 +144,14 @@ class OwnValue(Section):
     name: str
     """Of the figure in the rows that an experiment returns."""
     label: str
-    unit: Literal["s", "B", "B/s", "%", "x", ""] = ""
-    """%: a share of one."""
+    unit: Literal["s", "B", "B/s", "%", "x", "number"] = "number"
+    """%: a share of one; x: a ratio."""
     definition: str
-    """One sentence with the formula, printed below each table."""
+    """One sentence with the formula, shown with every table."""
+
+    def read_from_rows(self) -> Value:
+        unit = "" if self.unit == "number" else self.unit
+        return figure_value(self.name, self.label, unit, self.definition)
 
 
 class Question(Section):
@@ -217,11 +221,8 @@ class Study(Section):
 
     def values(self) -> Mapping[str, Value]:
         """What its tables and figures may show: general values, those of the labs of Syncline, and its own."""
-        declared = {value.name: value for value in (*_built_in_values(), *self.value)}
-        own = {
-            name: figure_value(name, value.label, value.unit, value.definition) for name, value in declared.items()
-        }
-        return {**VALUES, **own}
+        declared = (*_built_in_values(), *self.value)
+        return {**VALUES, **{value.name: value.read_from_rows() for value in declared}}
 
     def with_settings(self, settings: Mapping[str, Any]) -> Study:
         """These plan keys in every cell, whatever the file says; a key that a grid varies stays varied."""

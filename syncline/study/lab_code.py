@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 import traceback
@@ -136,6 +137,22 @@ def load_call(call: str) -> Callable[..., Any]:
         there = f"It defines {', '.join(_functions(module))}." if _functions(module) else ""
         raise PlanError(f"{file} has no function {name!r}.", action=there)
     return function
+
+
+def run_call(call: str, rank: Any) -> list[dict[str, Any]]:
+    """A rank's part in an experiment. What rank 0 returns must be rows that a summary can hold."""
+    rows: list[dict[str, Any]] = load_call(call)(rank)
+    if rank.number != 0:
+        return rows
+    problem = "" if isinstance(rows, list) and all(isinstance(row, dict) for row in rows) else "not a list of rows"
+    try:
+        json.dumps(rows)
+    except (TypeError, ValueError) as error:
+        problem = problem or f"which cannot be stored: {error}"
+    if problem:
+        action = 'Return a list such as [{"point": {"size": 1}, "seconds_each": 0.1}].'
+        raise SynclineError(f"{call} returned {str(rows)[:80]} on rank 0, {problem}.", action=action)
+    return rows
 
 
 def call_identity(call: str) -> str:
