@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import conftest
 import numpy as np
@@ -22,11 +21,10 @@ from image_folders import imdb_wiki_folder, odd_photos
 from torch import Tensor
 
 from syncline.errors import DataError
-from syncline.workload.ahead import AheadBatches, announced
+from syncline.workload.ahead import AheadBatches, LoaderLost, announced
 from syncline.workload.batches import Batches, ImageBatches
 from syncline.workload.file_batches import FileBatches
 from syncline.workload.image_index import update_index
-from syncline.workload.loaders import LoaderLost, Loaders
 from syncline.workload.sharding import Shard, Sharding
 
 
@@ -53,6 +51,15 @@ def loading(inner: Batches, num_loaders: int, shard_size: int = 8) -> Iterator[A
         batches.close()
 
 
+def use(batches: AheadBatches, shards: Iterable[Shard]) -> None:
+    for shard in announced(batches, shards):
+        batches.train(shard)
+
+
+def pids(batches: AheadBatches) -> list[int]:
+    return [process.pid for process in batches._processes if process.pid is not None]
+
+
 def same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
     equal = [torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(one, other, strict=True)]
     return all(equal)
@@ -67,9 +74,9 @@ def test_images_in_memory_are_the_same_with_any_number_of_loaders(num_loaders: i
         for epoch in range(2):
             for shard in announced(batches, sharding.epoch(epoch)):
                 assert same(batches.train(shard), inner.train(shard))
-        for start in range(0, inner.num_test, 10):
-            assert same(batches.test(start, start + 10), inner.test(start, start + 10))
-    assert batches.throughput()["samples"] >= 2 * 100 + inner.num_test
+        for samples in announced(batches, [range(start, start + 10) for start in range(0, inner.num_test, 10)]):
+            assert same(batches.test(samples.start, samples.stop), inner.test(samples.start, samples.stop))
+    assert batches.throughput()["samples"] == 2 * 100 + inner.num_test
 
 
 @pytest.mark.parametrize("num_loaders", [1, 2])
@@ -80,6 +87,8 @@ def test_files_are_the_same_with_any_number_of_loaders(num_loaders: int, faces: 
         assert (batches.task, batches.num_train, batches.num_test) == (inner.task, 36, 4)
         for shard in announced(batches, sharding.epoch(1)):
             assert same(batches.train(shard), inner.train(shard))
+        for _ in announced(batches, [range(4)]):
+            assert same(batches.test(0, 4), inner.test(0, 4))
         assert same(batches.test(0, 250), inner.test(0, 250))
 
 
@@ -159,32 +168,70 @@ def test_image_that_breaks_after_the_check_is_named(faces: Path, tmp_path: Path)
     index, _ = update_index("imdb-wiki", folder, folder.parent / "cache")
     (folder / index.train.path(1)).write_text("spoilt")
     with loading(inner, 1) as batches, pytest.raises(DataError, match="cannot now") as error:
-        batches.train(Shard(0, 0, np.arange(4), 4, 1))
+        use(batches, [Shard(0, 0, np.arange(4), 4, 1)])
     assert index.train.path(1) in str(error.value)
 
 
+class Failing(ImageBatches):
+    """Fails at one sample, as `fail` does."""
+
+    def __init__(self, fail: Callable[[], None]) -> None:
+        super().__init__(images(), seed=3, channels_last=False)
+        self.fail = fail
+
+    def train(self, shard: Shard) -> tuple[Tensor, Tensor]:
+        if 5 in shard.indices:
+            self.fail()
+        return super().train(shard)
+
+
 def test_mistake_in_a_loader_comes_with_its_traceback() -> None:
-    def make(_: Any) -> Any:
+    def mistake() -> None:
         raise ArithmeticError("my own mistake")
 
-    loaders = Loaders(make, num_loaders=1, slot_bytes=64, num_slots=2)
-    try:
-        with pytest.raises(RuntimeError, match="my own mistake"):
-            loaders.take(loaders.ask([()]), lambda *_: None)
-    finally:
-        loaders.close()
+    with loading(Failing(mistake), 2) as batches, pytest.raises(ArithmeticError, match="my own mistake") as error:
+        use(batches, Sharding(100, 8, 3, 0, 1, shuffle=False).epoch(0))
+    assert "in mistake" in str(error.value)
 
 
-def test_loader_that_is_killed_is_named() -> None:
-    def make(_: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
+def test_loader_that_is_killed_is_named_and_the_others_end() -> None:
+    inner, message = (
+        Failing(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+        "process 0 of this rank ended: killed by SIG",
+    )
+    with loading(inner, 2) as batches, pytest.raises(LoaderLost, match=message):
+        use(batches, Sharding(100, 8, 3, 0, 1, shuffle=False).epoch(0))
+    conftest.wait_until(lambda: not conftest.any_alive(pids(batches)), 10, "the loaders end")
 
-    loaders = Loaders(make, num_loaders=2, slot_bytes=64, num_slots=4)
-    try:
-        with pytest.raises(LoaderLost, match="killed by SIGKILL"):
-            loaders.take(loaders.ask([()]), lambda *_: None)
-    finally:
-        loaders.close()
+
+def test_loaders_leave_the_ranks_random_stream_and_signals_as_they_were() -> None:
+    inner = memory_batches()
+    before, handler = torch.get_rng_state(), signal.getsignal(signal.SIGCHLD)
+    with loading(inner, 2) as batches:
+        for epoch in range(2):
+            for shard in announced(batches, Sharding(inner.num_train, 8, 3, 0, 1).epoch(epoch)):
+                batches.train(shard)
+        assert torch.equal(before, torch.get_rng_state())
+        assert signal.getsignal(signal.SIGCHLD) is handler
+
+
+def test_parts_of_a_shard_are_made_ahead_too() -> None:
+    inner = memory_batches()
+    with loading(inner, 2) as batches:
+        for shard in announced(batches, Sharding(inner.num_train, 9, 3, 0, 1).epoch(0), parts=2):
+            for part in shard.split(2):
+                assert same(batches.train(part), inner.train(part))
+    assert batches.throughput()["samples"] == inner.num_train
+
+
+def test_evaluation_in_the_middle_of_an_epoch_does_not_mix_batches() -> None:
+    inner = memory_batches()
+    with loading(inner, 2) as batches:
+        for shard in announced(batches, Sharding(inner.num_train, 8, 3, 0, 1).epoch(0)):
+            assert same(batches.train(shard), inner.train(shard))
+            if shard.step == 1:
+                for samples in announced(batches, [range(10), range(10, 20)]):
+                    assert same(batches.test(samples.start, samples.stop), inner.test(samples.start, samples.stop))
 
 
 RANK = """
@@ -199,7 +246,7 @@ inner = ImageBatches(images(), seed=3, channels_last=False)
 batches = AheadBatches(inner, num_loaders=2, shard_size=8)
 upcoming = batches.announce(Sharding(200, 8, 3, 0, 1).epoch(0))
 batches.train(next(upcoming))
-print(*[process.pid for process in batches._loaders._processes], flush=True)
+print(*[process.pid for process in batches._processes], flush=True)
 {then}
 """
 
@@ -212,20 +259,22 @@ def test_loaders_end_with_their_rank(then: str, number: signal.Signals | None) -
     code = RANK.format(path=[str(Path(__file__).parent), str(Path(__file__).parent.parent)], then=then)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as rank:
         assert rank.stdout is not None
-        pids = [int(word) for word in rank.stdout.readline().split()]
-        assert len(pids) == 2
+        loaders = [int(word) for word in rank.stdout.readline().split()]
+        assert len(loaders) == 2
         if number is not None:
-            assert all(conftest.is_alive(pid) for pid in pids)
+            assert all(conftest.is_alive(pid) for pid in loaders)
             rank.send_signal(number)
         rank.wait(30)
-        conftest.wait_until(lambda: not conftest.any_alive(pids), 10, "the loaders end")
+        conftest.wait_until(lambda: not conftest.any_alive(loaders), 10, "the loaders end")
 
 
 def test_loader_ignores_the_terminals_ctrl_c() -> None:
     inner = memory_batches()
     shard = next(Sharding(inner.num_train, 8, 3, 0, 1).epoch(0))
     with loading(inner, 1) as batches:
+        next(batches.announce([shard]))
         batches.train(shard)
-        os.kill(batches._loaders._processes[0].pid, signal.SIGINT)
+        os.kill(pids(batches)[0], signal.SIGINT)
         time.sleep(0.05)
-        assert same(batches.train(shard), inner.train(shard))
+        for _ in announced(batches, [shard]):
+            assert same(batches.train(shard), inner.train(shard))

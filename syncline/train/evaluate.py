@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from syncline.comm.communicator import Communicator
 from syncline.train.step import buffers_kept
+from syncline.workload.ahead import announced
 from syncline.workload.batches import Batches, device_of, on_device
 from syncline.workload.tasks import Task
 
@@ -50,12 +51,13 @@ def evaluate_per_rank(model: nn.Module, batches: Batches, communicator: Communic
 def _evaluate_batches(model: nn.Module, batches: Batches, first: int, stride: int) -> Tensor:
     """Sums of losses and of scores for each batch; zero where another rank fills in."""
     size = _batch_size(batches.task)
-    num_batches = -(-batches.num_test // size)
+    every = [range(start, start + size) for start in range(0, batches.num_test, size)]
     device = device_of(model)
-    results = torch.zeros(num_batches, 2, dtype=torch.float64)
+    results = torch.zeros(len(every), 2, dtype=torch.float64)
     with torch.no_grad(), _evaluating(model):
-        for index in range(first, num_batches, stride):
-            inputs, targets = on_device(batches.test(index * size, (index + 1) * size), device)
+        for samples in announced(batches, every[first::stride]):
+            index = samples.start // size
+            inputs, targets = on_device(batches.test(samples.start, samples.stop), device)
             outputs = model(inputs)
             results[index, 0] = batches.task.loss(outputs, targets, reduction="sum").double()
             results[index, 1] = batches.task.score_sum(outputs, targets)

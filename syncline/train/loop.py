@@ -74,7 +74,7 @@ class Loop:
 
     def _run_epoch(self, progress: Progress, seconds: list[float]) -> None:
         upcoming = self.sharding.epoch(progress.epoch, progress.step_in_epoch)
-        for shard in announced(self.worker.batches, upcoming):
+        for shard in announced(self.worker.batches, upcoming, self.worker.accumulate):
             self.worker.log.step = progress.step
             rate = self.learning_rate(progress.step)
             set_learning_rate(self.worker.optimizer, rate)

@@ -39,7 +39,7 @@ class Batches(Protocol):
     def test(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Test samples start to stop, or to the last one."""
 
-    def in_dtype(self, dtype: torch.dtype) -> Self:
+    def in_dtype(self, dtype: torch.dtype) -> Batches:
         """The same batches, with floating-point inputs of another type."""
 
 
