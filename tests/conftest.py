@@ -1,7 +1,8 @@
 """What the end-to-end tests share: the command line in a folder of its own, and a check that nothing is left behind.
 
 Every process that a test starts inherits a mark in its environment and a private folder for temporary files. So at
-the end of the session what is left can be told from what other people run on the same machine.
+the end of the session what is left can be told from what other people run on the same machine. Tests run side by
+side in several worker processes (pytest-xdist); each is a session of its own, and the others are such other people.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from pathlib import Path
 import pytest
 
 MARK = "SYNCLINE_TEST_SESSION"
-SETTLE_SECONDS = 10.0
+SETTLE_SECONDS = 30.0
+LONGEST_TEMPORARY_FOLDER = 40
+"""Characters. Sockets are made some 50 characters below, and the path of a socket has at most 107."""
 SHARED_FOLDERS = (Path("/dev/shm"), Path("/run/netns"))
 SYNCLINE = Path(sys.executable).with_name("syncline")
 
@@ -100,10 +103,26 @@ def quick_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checked, "SURE_AFTER_S", 0.3)
 
 
-def pytest_configure() -> None:
-    """A shell that starts tests in the background has them ignore Ctrl-C, which what they start would inherit."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell that starts tests in the background has them ignore Ctrl-C, which what they start would inherit.
+    And a worker's tmp_path leaves room for the path of a socket."""
+    if hasattr(config, "workerinput") and config.option.basetemp:
+        config.option.basetemp = str(Path(config.option.basetemp).with_name(config.workerinput["workerid"]))
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a fixture of their module run in one worker, so that it is made once."""
+    for item in items:
+        if shares_a_fixture(item) and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def shares_a_fixture(item: pytest.Item) -> bool:
+    known = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
+    return any(definitions[-1].scope == "module" for definitions in known.values())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -112,7 +131,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
     mark = uuid.uuid4().hex
     before = {folder: entries(folder) for folder in SHARED_FOLDERS}
     mounts = emulation_mounts()
-    scratch = tempfile.mkdtemp(prefix="session-")
+    scratch = tempfile.mkdtemp(prefix="session-", dir=short_temporary_folder())
     # After the fork server's own folder, which is inside and is removed with priority -100.
     Finalize(None, shutil.rmtree, (scratch,), {"ignore_errors": True}, exitpriority=-200)
     with pytest.MonkeyPatch.context() as patch:
@@ -122,6 +141,12 @@ def _nothing_is_left_behind() -> Iterator[None]:
         patch.setattr(tempfile, "tempdir", None)
         yield
         wait_for_none(lambda: leftovers(mark, Path(scratch), before, mounts), SETTLE_SECONDS)
+
+
+def short_temporary_folder() -> str:
+    """Where sockets can be made, also if whoever runs the tests works in a deep folder."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= LONGEST_TEMPORARY_FOLDER else "/tmp"
 
 
 def wait_for_none(find: Callable[[], list[str]], seconds: float) -> None:

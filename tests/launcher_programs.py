@@ -106,8 +106,11 @@ def refuse_data(culprit: int) -> None:
 
 
 def raise_everywhere() -> None:
+    import torch.distributed as dist
+
     rank = join_group()
-    time.sleep(0.05 * (rank + 1))
+    dist.barrier()
+    time.sleep(0.5 * rank)
     raise ValueError(f"from rank {rank}")
 
 

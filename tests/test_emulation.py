@@ -20,6 +20,8 @@ from syncline.launcher.emulation import EmulatedCluster, HostProcess
 from syncline.launcher.emulation.network import host_address, parse_links, shape_of
 from syncline.resolve import choose_method
 
+pytestmark = pytest.mark.xdist_group("measures")
+
 PROGRAM = [sys.executable, emulation_programs.__file__]
 MEGABYTE = 1_000_000
 

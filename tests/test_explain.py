@@ -149,6 +149,7 @@ def test_words_of_the_command_line(cli: Cli, tmp_path: Path) -> None:
     assert_refused(cli("explain"), "rank-1.jsonl is empty")
 
 
+@pytest.mark.xdist_group("measures")
 def test_injected_delay_is_found_in_a_real_run(cli: Cli) -> None:
     """200 ms in one rank's backward, and the parts of every step add up."""
     setting = ("--set", "inject.rank=1", "--set", "inject.delay_ms=200")

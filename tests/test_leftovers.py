@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -19,6 +20,14 @@ ORPHAN = """
 import subprocess, sys
 child = [sys.executable, "-c", "import time; time.sleep(60)"]
 print(subprocess.Popen(child, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).pid)
+"""
+
+DIRTY_SESSION = """
+import subprocess
+import conftest
+conftest.SETTLE_SECONDS = 0.5
+def test_dirty(): subprocess.Popen(["sleep", "60"])
+def test_clean(): pass
 """
 
 
@@ -127,3 +136,14 @@ def test_fork_server_of_this_process_is_no_leftover(tmp_path: Path) -> None:
     assert conftest.helper_pids() <= set(conftest.marked_processes(mark))
     left = conftest.leftovers(mark, tmp_path, {})
     assert not [line for line in left for pid in conftest.helper_pids() if f"process {pid}" in line]
+
+
+def test_dirty_worker_fails_and_the_one_beside_it_does_not(tmp_path: Path) -> None:
+    (tmp_path / "test_session.py").write_text(DIRTY_SESSION)
+    environment = {**os.environ, "PYTHONPATH": str(Path(conftest.__file__).parent)}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "-p", "conftest", "."]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    (pid,) = re.findall(r"left behind:\nE +process (\d+): sleep 60", done.stdout)
+    os.kill(int(pid), 9)
+    assert done.returncode == 1
+    assert "2 passed, 1 error" in done.stdout

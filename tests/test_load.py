@@ -6,9 +6,13 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from syncline.comm.threads import run_threads
 from syncline.launcher.emulation import EmulatedCluster
 from syncline.measure.load import LoadMeter, busy_seconds, machine_number, other_share, own_seconds
+
+pytestmark = pytest.mark.xdist_group("measures")
 
 
 def test_what_ranks_did_not_use_is_others() -> None:

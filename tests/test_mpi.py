@@ -33,6 +33,8 @@ from syncline.spans import EventLog
 from syncline.store import create_run
 from syncline.sync import make_sync
 
+pytestmark = pytest.mark.xdist_group("measures")
+
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 HAS_MPIEXEC = MPIEXEC.exists() or shutil.which("mpiexec") is not None
 HAS_MPI4PY = importlib.util.find_spec("mpi4py") is not None

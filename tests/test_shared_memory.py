@@ -206,6 +206,7 @@ def wait_for_a_late_rank(comm: Communicator, _: EventLog) -> tuple[float, float]
     return time.monotonic() - begin, time.process_time() - used
 
 
+@pytest.mark.xdist_group("measures")
 def test_waiting_leaves_the_core_to_others() -> None:
     waited, used = on_processes(2, wait_for_a_late_rank)[0]
     assert waited > 1
