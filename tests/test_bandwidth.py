@@ -20,7 +20,7 @@ from syncline.measure.memory import memory
 from syncline.measure.theory import Wire, wire_of
 from syncline.plan import Plan, parse_plan
 from syncline.spans import EventLog
-from syncline.store import create_run
+from syncline.store import Run, create_run
 
 MEGABYTE = 1_000_000
 
@@ -200,7 +200,7 @@ def test_the_newest_fitting_probe_gives_the_link(tmp_path: Path) -> None:
         run.set_status(status)
 
     plan = parse_plan({"workers": 2})
-    run = create_run(tmp_path / "run", kind="train", plan=plan, label="x")
+    run = Run(create_run(tmp_path / "run", kind="train", plan=plan, label="x").path)
     assert find_link(run) is None
     probed("a", 1e9)
     probed("b", 2e9)

@@ -17,12 +17,10 @@ from syncline.measure.explain import explain, explain_step
 from syncline.plan import Plan
 from syncline.report.explain import show_explanation, show_step
 from syncline.spans import FORMAT
-from syncline.store import RunFolder, create_run
+from syncline.store import Run, create_run
 
 
-def make_run(
-    path: Path, methods: tuple[str, ...] = ("bucketed",), *, kind: str = "train", steps: int = 4
-) -> RunFolder:
+def make_run(path: Path, methods: tuple[str, ...] = ("bucketed",), *, kind: str = "train", steps: int = 4) -> Run:
     """Two ranks of one host; every step takes 40 ms; `single` is rank 0 alone."""
     run = create_run(path, kind=kind, plan=Plan(model="mlp", workers=2, method="bucketed"), label="x")
     for rank in range(2):
@@ -33,7 +31,7 @@ def make_run(
                     lines += whole_step(number, 100.0 * (number * len(methods) + turn), method)
         write_log(path, rank, lines)
     run.set_status("finished")
-    return run
+    return Run(path)
 
 
 def test_parts_of_a_training_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +67,7 @@ def test_comparison_has_every_method_and_one_verdict(tmp_path: Path, capsys: pyt
 def test_comparison_says_where_the_difference_lies(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", ("ddp", "bucketed"), kind="compare")
     for rank in range(2):
-        path = run.events(rank)
+        path = run.folder.events(rank)
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         for line in lines:
             if line.get("method") == "ddp" and (line["kind"] == "step" or line.get("name") == "update"):
@@ -99,7 +97,7 @@ def test_one_step_rank_by_rank_and_bucket_by_bucket(tmp_path: Path, capsys: pyte
 
 def test_crashed_run_shows_what_it_did(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    run.set_status("failed")
+    run.folder.set_status("failed")
     write_log(
         run.path, 1, [header(1, 2, format=FORMAT + 1), *whole_step(0), *whole_step(1, 100), *whole_step(2, 200)[:2]]
     )

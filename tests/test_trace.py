@@ -16,7 +16,7 @@ from syncline.events import Events, Phase, RankInfo, RankStep, Step, Transfer
 from syncline.measure.explain import explain
 from syncline.report.explain import show_explanation
 from syncline.report.trace import chrome_trace
-from syncline.store import RunFolder
+from syncline.store import Run, RunFolder
 
 REQUIRED = {"X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}, "M": {"name", "ph", "pid", "tid", "args"}}
 METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
@@ -132,7 +132,7 @@ def test_trace_and_resources_of_a_real_run(
         trace(run.path, tmp_path / "other.json", "ring", None)
     assert not (tmp_path / "other.json").exists()
 
-    found = explain(run)
+    found = explain(Run(run.path))
     assert found.methods[0].bandwidth is not None
     assert [one.agrees for one in found.methods[0].bandwidth.ranks] == [True, True]
     assert [one.peak_resident_bytes > 0 for one in found.methods[0].memory] == [True, True]

@@ -9,7 +9,7 @@ import typer
 
 from syncline.cli import options
 from syncline.errors import RunFolderError
-from syncline.store import RunFolder, open_run
+from syncline.store import Run, load_run
 
 
 def explain(
@@ -25,7 +25,7 @@ def explain(
 
     The parts of a step add up to it; waiting is charged to the rank that was last.
     """
-    found = options.run_with_steps(run)
+    found = Run(options.run_with_steps(run).path)
     # Here, because the schedules that bytes are reckoned from load torch.
     from syncline.measure.explain import explain as explain_run
     from syncline.measure.explain import explain_step
@@ -39,10 +39,10 @@ def explain(
         options.print_json(one.as_document()) if as_json else show_step(one)
 
 
-def _probe(path: Path | None) -> RunFolder | None:
+def _probe(path: Path | None) -> Run | None:
     if path is None:
         return None
-    run = open_run(path)
-    if run.info().get("kind") != "probe":
+    run = load_run(path)
+    if run.kind != "probe":
         raise RunFolderError(f"{path} is no probe run.", action="Make one with `syncline probe`.")
     return run

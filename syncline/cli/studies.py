@@ -18,11 +18,10 @@ from syncline.cli.nodes import marks_beside
 from syncline.cli.probe import DEFAULT_SIZES
 from syncline.collectives.patterns import PATTERNS, make_schedule
 from syncline.errors import Interrupted, PlanError, RunFolderError, SynclineError, UsageError
-from syncline.events import read_events
 from syncline.plan import Plan
 from syncline.report.page import write_report
 from syncline.report.schedules import schedule_svg
-from syncline.store import RunFolder, create_run, machine, write_atomic
+from syncline.store import Run, RunFolder, create_run, machine, write_atomic
 from syncline.study.capacity import does_not_fit
 from syncline.study.cells import Cell, Chosen, Ground, expand
 from syncline.study.contents import main_answer, study_contents
@@ -110,10 +109,12 @@ class StudyRun:
     def _timelines(self) -> list[Timeline]:
         """One typical step of each method that a timeline figure names."""
         found = []
+        runs: dict[Path, Run] = {}
         for spec in self.study.figure:
             if spec.kind == "timeline":
                 for row in matching(self.rows, spec.stage, spec.where):
-                    drawn = timeline_of(read_events(row.runs[0]), row.method, warmup=1)
+                    run = runs.setdefault(row.runs[0], Run(row.runs[0]))
+                    drawn = timeline_of(run.events, row.method, warmup=1)
                     found += [drawn] if drawn is not None else []
         return found
 

@@ -12,7 +12,7 @@ import typer
 from syncline.cli import options
 from syncline.errors import PlanError
 from syncline.methods import current_name, method_of
-from syncline.store import write_atomic
+from syncline.store import Run, write_atomic
 
 
 def trace(
@@ -27,12 +27,11 @@ def trace(
 
     One track per rank for compute, one for communication, with waits and bytes.
     """
-    from syncline.events import read_events
     from syncline.report.trace import chrome_trace
 
     first, last = _steps(steps)
     folder = options.run_with_steps(run)
-    events = read_events(folder.path)
+    events = Run(folder.path).events
     for problem in events.problems:
         print(f"note: {problem}", file=sys.stderr)
     document = chrome_trace(events, _method(method, list(events.steps), str(folder.path)), first=first, last=last)

@@ -17,7 +17,7 @@ from syncline.measure.probe import bus_factor, link_rate
 from syncline.measure.theory import ELEMENT_BYTES, Wire, wire_of
 from syncline.methods import method_of
 from syncline.plan import Plan
-from syncline.store import RunFolder, list_runs
+from syncline.store import Run, list_runs
 
 TOLERANCE = 0.02
 HEADER_BYTES = 200
@@ -201,27 +201,26 @@ def _bus_factor(name: str, world_size: int) -> float | None:
     return bus_factor("all_reduce" if name == "schedule" else name, world_size)
 
 
-def find_link(run: RunFolder, *, backend: str = "gloo", probe: RunFolder | None = None) -> tuple[float, str] | None:
+def find_link(run: Run, *, backend: str = "gloo", probe: Run | None = None) -> tuple[float, str] | None:
     """The link rate for a run, and where it is from: the probe that is given, or the newest one beside the run that
     had as many ranks on as many hosts over the same links on the same kind of machine."""
     if probe is not None:
         candidates = [probe]
     else:
-        candidates = [one for one in list_runs(run.path.parent) if _is_probe_for(one, run)]
+        beside = [Run(folder.path) for folder in list_runs(run.path.parent)]
+        candidates = [other for other in beside if _is_probe_for(other, run)]
     for one in reversed(candidates):
-        rate = link_rate(one.summary() or {}, backend)
+        rate = link_rate(one.summary, backend)
         if rate is not None:
             return rate, str(one.path)
     return None
 
 
-def _is_probe_for(probe: RunFolder, run: RunFolder) -> bool:
-    info, summary = probe.info(), probe.summary()
-    if info.get("kind") != "probe" or info.get("status") != "finished" or summary is None:
+def _is_probe_for(probe: Run, run: Run) -> bool:
+    summary = probe.summary
+    if probe.kind != "probe" or probe.status != "finished" or not summary:
         return False
-    own, asked = probe.machine(), run.machine()
-    if any(own.get(key) != asked.get(key) for key in ("processor", "cores")):
+    if any(probe.machine.get(key) != run.machine.get(key) for key in ("processor", "cores")):
         return False
-    plan = run.plan()
-    about = (plan.workers, plan.hosts, plan.link)
+    about = (run.plan.workers, run.plan.hosts, run.plan.link)
     return about == (summary.get("workers"), summary.get("hosts", 1), summary.get("link"))

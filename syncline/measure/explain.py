@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from syncline.errors import RunFolderError, SynclineError
-from syncline.events import Events, Step, read_events
+from syncline.events import Events, Step
 from syncline.measure.advice import Advice, Facts, advise, verdict
 from syncline.measure.bandwidth import Bandwidth, bandwidth, find_link
 from syncline.measure.breakdown import (
@@ -30,7 +30,7 @@ from syncline.measure.profiler import Profiled, operator_totals
 from syncline.measure.stragglers import Disagreement, Straggler, find_disagreement, find_stragglers
 from syncline.methods import current_name, method_of
 from syncline.plan import Plan
-from syncline.store import RunFolder
+from syncline.store import Run
 from syncline.units import format_seconds
 
 
@@ -130,10 +130,9 @@ class StepExplanation:
         return asdict(self)
 
 
-def explain(run: RunFolder, *, method: str | None = None, probe: RunFolder | None = None) -> Explanation:
-    """The whole run, or one method of it. Without a probe the newest that fits is taken for the rate of the link."""
-    events, plan = read_events(run.path), run.plan()
-    info, notes = run.info(), _notes(plan)
+def explain(run: Run, *, method: str | None = None, probe: Run | None = None) -> Explanation:
+    """The whole run, or one method of it. Without a probe, the newest that fits gives the rate of the link."""
+    events, plan, notes = run.events, run.plan, _notes(run.plan)
     backend = "mpi" if plan.method_row.world == "mpiexec" else plan.backend or "gloo"
     link = find_link(run, backend=backend, probe=probe)
     methods = [
@@ -147,8 +146,8 @@ def explain(run: RunFolder, *, method: str | None = None, probe: RunFolder | Non
             + (f": {'; '.join(events.problems)}." if events.problems else "."),
             action="Run it for longer.",
         )
-    if info["status"] in ("failed", "stopped"):
-        notes.append(f"The run {info['status']}: what it did until then is shown.")
+    if run.status in ("failed", "stopped"):
+        notes.append(f"The run {run.status}: what it did until then is shown.")
     hosts = len({one.host for one in events.ranks.values()})
     clocks = [
         Clock(rank, one.source, one.offset_ns / 1e9, one.interval_ns / 1e9)
@@ -157,8 +156,8 @@ def explain(run: RunFolder, *, method: str | None = None, probe: RunFolder | Non
     notes += _clock_note(clocks, hosts)
     return Explanation(
         run=str(run.path),
-        kind=str(info.get("kind", "")),
-        status=str(info.get("status", "")),
+        kind=run.kind,
+        status=run.status,
         model=plan.model,
         workers=events.world_size,
         hosts=hosts,
@@ -174,9 +173,9 @@ def explain(run: RunFolder, *, method: str | None = None, probe: RunFolder | Non
     )
 
 
-def explain_step(run: RunFolder, number: int, *, method: str | None = None) -> StepExplanation:
+def explain_step(run: Run, number: int, *, method: str | None = None) -> StepExplanation:
     """One step, rank by rank and bucket by bucket; also where some rank did not finish it."""
-    events = read_events(run.path)
+    events = run.events
     names = _chosen(events, method, run)
     if len(names) > 1:
         raise RunFolderError(f"{run.path} has several methods.", action=f"Add --method, one of: {', '.join(names)}.")
@@ -195,7 +194,7 @@ def counted_steps(events: Events, method: str, warmup: int) -> list[Step]:
     return counted or steps
 
 
-def _chosen(events: Events, method: str | None, run: RunFolder) -> list[str]:
+def _chosen(events: Events, method: str | None, run: Run) -> list[str]:
     names = [name for name, steps in events.steps.items() if steps]
     method = method and current_name(method, typed=True)
     if method is None or method in names:
@@ -301,15 +300,15 @@ def _clock_note(clocks: Sequence[Clock], hosts: int) -> list[str]:
     return []
 
 
-def _cores(run: RunFolder) -> int | None:
+def _cores(run: Run) -> int | None:
     try:
-        cores = run.machine().get("cores")
+        cores = run.machine.get("cores")
     except SynclineError:
         return None
     return int(cores) if cores else None
 
 
-def _explain_step(run: RunFolder, method: str, step: Step, events: Events) -> StepExplanation:
+def _explain_step(run: Run, method: str, step: Step, events: Events) -> StepExplanation:
     found = break_down(step)
     buckets, sendable = {rank: buckets_of(one) for rank, one in step.ranks.items()}, offered(step)
     zero = min(one.start for one in step.ranks.values())
