@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -61,6 +62,30 @@ def test_results_come_by_rank_with_the_environment_of_torchrun(monkeypatch: pyte
     assert environment["MASTER_ADDR"] == "127.0.0.1"
     assert environment["OMP_NUM_THREADS"] == str(default_threads(3))
     assert environment["SET_LATE"] == "yes"
+
+
+def test_variables_are_those_of_a_real_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, with the same values but for those that name the one run."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in [name for name in os.environ if name.startswith("TORCH")]:
+        monkeypatch.delenv(name)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, pathlib\n"
+        "pathlib.Path(os.environ['RANK'] + '.json').write_text(json.dumps(dict(os.environ)))\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    torchrun += ["--max-restarts=3", "--log-dir", str(tmp_path), str(script)]
+    subprocess.run(torchrun, check=True, cwd=tmp_path)
+    arguments = {"workers": 2, "threads": 1, "max_restarts": 3, "log_dir": tmp_path / "logs"}
+    for rank, (_, ours) in enumerate(run_ranks(programs.rank_and_environment, **arguments)):
+        theirs = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert ours.keys() - theirs.keys() == {"SYNCLINE_LAUNCHER", "GLOO_SOCKET_IFNAME"}
+        # The first is for torchrun's own process; it also measures the terminal.
+        assert theirs.keys() - ours.keys() <= {"TORCHELASTIC_SIGNALS_TO_HANDLE", "COLUMNS", "LINES"}
+        of_one_run = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
+        assert {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]} <= of_one_run
+        assert theirs["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
 
 def test_all_reduce_works_and_can_be_launched_again() -> None:

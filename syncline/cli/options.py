@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from syncline.errors import Interrupted, PlanError, UsageError
-from syncline.launcher.local import oversubscription, run_ranks, start_fork_server
+from syncline.launcher.fork_server import start_fork_server
+from syncline.launcher.local import oversubscription, run_ranks
 from syncline.launcher.mpi import run_ranks_mpi
 from syncline.launcher.nodes import JoinedNode
 from syncline.plan import Plan

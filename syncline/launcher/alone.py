@@ -9,7 +9,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 
 from syncline.errors import SynclineError, UsageError
-from syncline.launcher.agent import Attempt
+from syncline.launcher.host_ranks import Attempt
 from syncline.launcher.local import LOOPBACK, listening
 
 _STORE_TIMEOUT = timedelta(minutes=5)

@@ -1,8 +1,8 @@
-"""Where this process stands among the ranks: the only file that reads rank environment variables.
+"""Where a process stands among the ranks: the only file that reads and writes rank environment variables.
 
-torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and their relatives; the local launcher goes through the same agent
-and sets the same ones. mpiexec sets others, which differ between Open MPI and MPICH, and Slurm's srun its own;
-torchrun's win where both are there, then mpiexec's. Everyone else in the product is handed a `Placement`.
+torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and their relatives, and our own launcher sets the same ones. mpiexec sets
+others, which differ between Open MPI and MPICH, and Slurm's srun its own; torchrun's win where both are there, then
+mpiexec's. Everyone else in the product is handed a `Placement`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from syncline.errors import UsageError
 from syncline.launcher.slurm import expand_hosts, expand_tasks
@@ -93,6 +94,34 @@ def placement_from_environment(environment: Mapping[str, str] | None = None) -> 
     )
     _check(placement)
     return placement
+
+
+def torchrun_variables(place: Placement, max_restarts: int, log_dir: Path) -> dict[str, str]:
+    """What torchrun would set for the rank in this place, and who set it.
+
+    TORCHELASTIC_USE_AGENT_STORE tells ranks that the launcher serves the store, so that rank 0 does not.
+    """
+    rank, world_size = str(place.rank), str(place.world_size)
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "GROUP_RANK": str(place.host_index),
+        "GROUP_WORLD_SIZE": str(place.num_hosts),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_RESTART_COUNT": str(place.restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(log_dir / "outcomes" / f"rank-{rank}.torch.json"),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        LAUNCHER_VARIABLE: place.launcher,
+    }
 
 
 def is_rank_variable(name: str) -> bool:

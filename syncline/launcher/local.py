@@ -19,29 +19,22 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline.errors import Interrupted, UsageError
 from syncline.launcher import watch
+from syncline.launcher.environment import is_rank_variable
+from syncline.launcher.fork_server import start_fork_server
 from syncline.launcher.wire import pack, unpack
 
 if TYPE_CHECKING:
-    from syncline.launcher.agent import Director, Place
+    from syncline.launcher.host_ranks import Director, Place
     from syncline.launcher.rank import Task
 
 LOOPBACK = "127.0.0.1"
 
-DEFAULT_PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "numpy",
-    "torch.distributed.elastic.multiprocessing.api",
-    "cloudpickle",
-    "syncline.launcher.rank",
-)
 _LAUNCHER_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 
 
@@ -88,46 +81,14 @@ def run_ranks(
         environment = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
         threads = threads or default_threads(workers)
         task = make_task(payload, threads, folder, temporary=log_dir is None, environment=environment)
-        from syncline.launcher.agent import Place
         from syncline.launcher.alone import Alone
+        from syncline.launcher.host_ranks import Place
 
         director = Alone(listener, port, noted, max_restarts)
         try:
-            return run_task(task, Place(0, 1, workers, LOOPBACK), director, noted, max_restarts)
+            return run_task(task, Place(0, 1, workers), director, noted, max_restarts)
         finally:
             director.close()
-
-
-def start_fork_server(preload: Sequence[str] = ()) -> None:
-    """Start the process that ranks are forked from, if it does not run yet; it ends with this process.
-
-    Worth calling early, before importing torch: it imports torch meanwhile. It is started with the stop signals
-    blocked, so that a Ctrl-C ends it and young ranks without a traceback.
-    """
-    multiprocessing.set_forkserver_preload([*DEFAULT_PRELOAD, *preload])
-    # The tracker unblocks signals when it starts, so it has to run before they are blocked.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, watch.STOP_SIGNALS)
-    safe_path = os.environ.get("PYTHONSAFEPATH")
-    # Without this the server would take modules from the current folder before the real ones.
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.environ.pop("PYTHONSAFEPATH")
-        if safe_path is not None:
-            os.environ["PYTHONSAFEPATH"] = safe_path
-
-
-def wait_for_fork_server() -> None:
-    """Returns when it has loaded what it preloads, and can fork a rank at once."""
-    from syncline.launcher.agent import main_module_hidden
-
-    first = multiprocessing.get_context("forkserver").Process(target=os.getpid, daemon=True)
-    with main_module_hidden():
-        first.start()
-    first.join()
 
 
 def cores() -> int:
@@ -181,7 +142,11 @@ def make_task(payload: bytes, threads: int, folder: Path, *, temporary: bool, en
 
     return Task(
         payload=payload,
-        environment={**environment, **os.environ},
+        environment={
+            **environment,
+            **{name: text for name, text in os.environ.items() if not is_rank_variable(name)},
+            "OMP_NUM_THREADS": str(threads),
+        },
         threads=threads,
         log_dir=str(folder),
         launcher=watch.identify(os.getpid()),
@@ -192,24 +157,23 @@ def make_task(payload: bytes, threads: int, folder: Path, *, temporary: bool, en
 
 def run_task(task: Task, place: Place, director: Director, noted: list[int], max_restarts: int) -> list[Any]:
     """This host's ranks to their end: their results."""
-    from syncline.launcher.agent import run_agent
+    from syncline.launcher.host_ranks import HostRanks
     from syncline.launcher.rank import result_path
 
     folder = Path(task.log_dir)
     raise_if_interrupted(noted)
-    # A thread of its own: the main thread then only notes signals, and none of them can interrupt the agent
-    # between starting a rank and remembering that it did.
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="syncline-agent") as pool:
-        run_id = uuid.uuid4().hex[:12]
-        job = pool.submit(run_agent, task, place, director, run_id=run_id, max_restarts=max_restarts)
-        error = job.result()
+    ranks = HostRanks(task, place, director, run_id=uuid.uuid4().hex[:12], max_restarts=max_restarts)
+    # A thread of its own: the main thread then only notes signals, and none of them can interrupt this between
+    # starting a rank and remembering that it did.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="syncline-ranks") as pool:
+        error = pool.submit(ranks.run).result()
     raise_if_interrupted(noted)
     if error is not None:
         try:
             raise error
         finally:
             error = None  # or this frame and the error would keep each other, and all that is open, alive
-    return [taken(result_path(folder, place.first_rank + local)) for local in range(place.ranks_here)]
+    return [taken(result_path(folder, rank)) for rank in place.ranks]
 
 
 def raise_if_interrupted(noted: list[int]) -> None:

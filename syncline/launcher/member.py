@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.errors import HostError, SynclineError, UsageError
-from syncline.launcher.agent import Attempt
 from syncline.launcher.alone import restart_line
 from syncline.launcher.connect import connect
 from syncline.launcher.coordinator import BEAT_SECONDS, Coordinator, Limits
+from syncline.launcher.host_ranks import Attempt
 from syncline.launcher.local import signal_words
 from syncline.launcher.route import Route
 from syncline.launcher.wire import Connection, Message, NotAFrame, describe, restore

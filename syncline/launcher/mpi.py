@@ -19,13 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from syncline.errors import RankFailed, SynclineError, UsageError
 from syncline.launcher import watch
-from syncline.launcher.environment import is_rank_variable, placement_from_environment
+from syncline.launcher.environment import LAUNCHER_VARIABLE, is_rank_variable, placement_from_environment
 from syncline.launcher.local import (
     check_numbers,
     default_threads,
@@ -35,38 +35,25 @@ from syncline.launcher.local import (
     signals_noted,
     taken,
 )
-from syncline.launcher.outcome import read_outcome
+from syncline.launcher.outcome import has_finished
+from syncline.launcher.rank import Task, live, result_path
 from syncline.launcher.supervisor import (
     STOP_SECONDS,
-    Supervision,
     Supervisor,
     ending_path,
-    give_output,
+    fetch_terminal,
+    give_terminal,
     remove_segments,
     supervisor_path,
-    take_output,
 )
-from syncline.launcher.verdict import Ending, is_echo, judge
+from syncline.launcher.verdict import Ending, Patience, judge
 
 _LOOK_SECONDS = 0.05
-_ECHO_SECONDS = 2.0
 _PATIENCE_SECONDS = 1.0
 _TASK, _TERMINAL = "task", "terminal"
 
 ON_ONE_HOST = {"UCX_TLS": "sm,self", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
 """All ranks are on this machine: MPI need not open ports for others. What the user has set stays."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """What the launcher writes for its supervisors."""
-
-    payload: bytes
-    threads: int
-    log_dir: str
-    launcher: watch.Watched
-    leftovers: tuple[str, ...]
-    sys_path: list[str]
 
 
 def run_ranks_mpi(
@@ -89,21 +76,21 @@ def run_ranks_mpi(
         _order_folder() as own,
         _terminal(own) as listener,
     ):
-        order = Order(
+        task = Task(
             payload=packed(function, tuple(args)),
+            environment=dict(os.environ),
             threads=threads or default_threads(workers),
             log_dir=str(folder),
             launcher=watch.identify(os.getpid()),
             leftovers=(str(own), str(folder)) if log_dir is None else (str(own),),
-            sys_path=sys.path,
         )
-        (own / _TASK).write_bytes(pickle.dumps(order))
+        (own / _TASK).write_bytes(pickle.dumps((task, sys.path)))
         (folder / "outcomes").mkdir(exist_ok=True)
         raise_if_interrupted(noted)
         job = _Job([*command, *_rank_program(own)], folder, own, workers, listener)
         succeeded = job.run(lambda: bool(noted))
         raise_if_interrupted(noted)
-        results = [folder / "outcomes" / f"rank-{rank}.result" for rank in range(workers)]
+        results = [result_path(folder, rank) for rank in range(workers)]
         if not succeeded or not all(path.is_file() for path in results):
             raise job.failure(keeps_logs=log_dir is not None)
         return [taken(path) for path in results]
@@ -136,7 +123,7 @@ class _Job:
         self._log_dir = log_dir
         self._ranks = range(workers)
         self._listener = listener
-        self._first_failure_seen: float | None = None
+        self._patience = Patience(log_dir)
         self._ended_alone: int | None = None
         self._log = log_dir / "mpiexec.log"
         with self._log.open("wb") as log:
@@ -180,29 +167,15 @@ class _Job:
 
     def _all_finished(self) -> bool:
         return all(ending is not None and ending.exit_code == 0 for ending in self._endings()) and all(
-            self._has_finished(rank) for rank in self._ranks
+            has_finished(self._log_dir, rank) for rank in self._ranks
         )
 
     def _must_end(self) -> bool:
-        """A failure was seen, and its cause is known or has had its time to show."""
         endings = self._endings()
-        failed = [
-            rank for rank, one in enumerate(endings)
-            if one is not None and (one.exit_code != 0 or not self._has_finished(rank))
-        ]  # fmt: skip
-        if not failed:
-            # Endings are read again: those that were written before mpiexec ended are known by now.
-            return self._mpiexec.poll() is not None and None in self._endings()
-        if self._first_failure_seen is None:
-            self._first_failure_seen = time.monotonic()
-        # A broken connection is an echo: the rank that caused it may still be on its way to say so.
-        only_echoes = all(is_echo(self._log_dir, rank) for rank in failed)
-        waited = time.monotonic() - self._first_failure_seen
-        return not only_echoes or None not in endings or waited > _ECHO_SECONDS
-
-    def _has_finished(self, rank: int) -> bool:
-        outcome = read_outcome(self._log_dir, rank)
-        return outcome is not None and outcome.state == "finished"
+        if self._patience.is_over({rank: end.exit_code if end else None for rank, end in enumerate(endings)}):
+            return True
+        # Endings are read again: those that were written before mpiexec ended are known by now.
+        return self._mpiexec.poll() is not None and None in self._endings()
 
     def _endings(self) -> list[Ending | None]:
         return [self._ending(rank) for rank in self._ranks]
@@ -248,7 +221,7 @@ class _Job:
         with contextlib.suppress(BlockingIOError):
             connection, _ = self._listener.accept()
             with connection, contextlib.suppress(OSError):
-                give_output(connection)
+                give_terminal(connection)
 
 
 def _environment(own: Path) -> dict[str, str]:
@@ -302,35 +275,19 @@ def _signal(pid: int, number: int) -> None:
 
 def main(folder: str) -> None:
     """What mpiexec starts: supervise one rank."""
-    order: Order = pickle.loads((Path(folder) / _TASK).read_bytes())
+    own = Path(folder)
+    task, sys_path = pickle.loads((own / _TASK).read_bytes())
     place = placement_from_environment()
     if place is None:
         raise UsageError("mpiexec gave this process no rank.")
-    rank, log_dir = place.rank, Path(order.log_dir)
-
-    def live() -> None:
-        # Only in the rank: an mpiexec whose pipes are all closed takes the run for finished.
-        take_output(log_dir, rank, Path(folder) / _TERMINAL)
-        _live(order)
-
-    Supervisor(Supervision(log_dir, rank, order.launcher, order.leftovers), live).run()
+    rank = place.rank
+    Supervisor(task, rank, lambda: _live(task, sys_path, rank, own / _TERMINAL)).run()
 
 
-def _live(order: Order) -> None:
-    from syncline.launcher.rank import Task, Terminal, live
-
-    sys.path[:] = order.sys_path
-    live(
-        Task(
-            payload=order.payload,
-            environment=dict(os.environ),
-            threads=order.threads,
-            log_dir=order.log_dir,
-            launcher=order.launcher,
-            leftovers=order.leftovers,
-            terminal=Terminal(),
-        )
-    )
+def _live(task: Task, sys_path: list[str], rank: int, terminal: Path) -> None:
+    sys.path[:] = sys_path
+    environment = {**os.environ, LAUNCHER_VARIABLE: "syncline", "OMP_NUM_THREADS": str(task.threads)}
+    live(replace(task, environment=environment, terminal=fetch_terminal(terminal) if rank == 0 else None))
 
 
 if __name__ == "__main__":

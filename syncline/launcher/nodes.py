@@ -1,7 +1,7 @@
 """Ranks on several nodes: each node runs this with its own number, and all of them run as one.
 
 Node 0 listens at the rendezvous address; the others find it there. Each node starts its share of the ranks, in the
-order of the nodes, through the same agent as on one machine.
+order of the nodes, as on one machine.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher.environment import HOSTS_VARIABLE
+from syncline.launcher.fork_server import start_fork_server, wait_for_fork_server
 from syncline.launcher.local import (
     check_numbers,
     listening,
@@ -28,8 +29,6 @@ from syncline.launcher.local import (
     packed,
     run_task,
     signals_noted,
-    start_fork_server,
-    wait_for_fork_server,
 )
 from syncline.launcher.route import Route, find_route
 
@@ -94,13 +93,12 @@ class JoinedNode:
     ) -> list[Any]:
         """This node's share of all `workers` ranks, to the end of the run; their results. An error is the one that
         every node ends with."""
-        from syncline.launcher.agent import Place
+        from syncline.launcher.host_ranks import Place
 
         ranks_here = workers // self.node.nodes
         check_numbers(ranks_here, threads)
-        place = Place(self.node.node_rank, self.node.nodes, ranks_here, self.route.address)
-        ranks = range(place.first_rank, place.first_rank + ranks_here)
-        with signals_noted() as noted, log_folder(log_dir, ranks) as folder:
+        place = Place(self.node.node_rank, self.node.nodes, ranks_here)
+        with signals_noted() as noted, log_folder(log_dir, place.ranks) as folder:
             self.member.noted = noted
             start_fork_server(preload)
             wait_for_fork_server()  # all nodes' ranks start at once only if no node still loads torch

@@ -116,6 +116,11 @@ def read_outcome(log_dir: Path, rank: int) -> Outcome | None:
         return None
 
 
+def has_finished(log_dir: Path, rank: int) -> bool:
+    outcome = read_outcome(log_dir, rank)
+    return outcome is not None and outcome.state == "finished"
+
+
 def forget_outcomes(log_dir: Path, ranks: Iterable[int]) -> None:
     """Remove what these ranks left in the same folder in an earlier run."""
     for rank in ranks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 from dataclasses import dataclass
 from multiprocessing import reduction
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 
 from syncline.errors import UsageError
 from syncline.launcher import watch
-from syncline.launcher.environment import LAUNCHER_VARIABLE, is_rank_variable, placement_from_environment
+from syncline.launcher.environment import placement_from_environment
 from syncline.launcher.machine import keep_freed_memory
 from syncline.launcher.outcome import OutcomeFile
 from syncline.launcher.wire import pack, unpack
@@ -32,17 +33,14 @@ class Terminal:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_received, ({number: reduction.DupFd(number) for number in (1, 2) if is_open(number)},))
 
-    def settle(self, *, adopt: bool) -> None:
-        """Put the received descriptors in place of this process's own, or drop them."""
-        for own, received in self._received.items():
-            if adopt:
-                os.dup2(received, own)
-            os.close(received)
+    def take(self) -> dict[int, int]:
+        """Where descriptors 1 and 2 lead, as descriptors of this process."""
+        return self._received
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the launcher sends to each rank."""
+    """What the launcher sends to each rank. `environment` is all that the rank is to find."""
 
     payload: bytes
     environment: dict[str, str]
@@ -50,20 +48,20 @@ class Task:
     log_dir: str
     launcher: watch.Watched
     leftovers: tuple[str, ...]
-    terminal: Terminal
+    terminal: Terminal | None = None
 
 
 def live(task: Task) -> NoReturn:
     """The rank's entry point: ends the process itself, so that nothing that lingers can keep it alive."""
     watch.hold_signals()
-    _adopt_environment(task)
+    _adopt_environment(task.environment)
     place = placement_from_environment()
     if place is None:
         raise UsageError("This process was not started as a rank.")
     outcome = OutcomeFile(Path(task.log_dir), place.rank)
     watch.start(task.launcher, outcome, task.leftovers)
-    task.terminal.settle(adopt=place.rank == 0)
     try:
+        redirect_output(Path(task.log_dir), place.rank, task.terminal)
         _run(task, place.rank)
         outcome.finished()
         _wind_down()
@@ -71,6 +69,27 @@ def live(task: Task) -> NoReturn:
         outcome.raised(error)
         watch.leave(1)
     watch.leave(0)
+
+
+def output_files(log_dir: Path, rank: int) -> list[Path]:
+    """Where a rank's stdout and stderr go; rank 0 stays on the terminal."""
+    return [log_dir / f"rank-{rank}.{stream}.log" for stream in ("stdout", "stderr")] if rank else []
+
+
+def redirect_output(log_dir: Path, rank: int, terminal: Terminal | None) -> None:
+    """By descriptor, so that what C code and child processes say goes there too."""
+    targets = terminal.take() if terminal else {}
+    if rank:
+        for descriptor in targets.values():
+            os.close(descriptor)
+        files = output_files(log_dir, rank)
+        targets = {n: os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666) for n, file in enumerate(files, 1)}
+    for own, descriptor in targets.items():
+        os.dup2(descriptor, own)
+        os.close(descriptor)
+    # Python chose how to buffer when it started, in front of other descriptors.
+    if os.isatty(1):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def result_path(log_dir: Path, rank: int) -> Path:
@@ -105,14 +124,11 @@ def _wind_down() -> None:
         atexit._run_exitfuncs()
 
 
-def _adopt_environment(task: Task) -> None:
+def _adopt_environment(environment: dict[str, str]) -> None:
     """The fork server's environment is from when it started; the rank's is the launcher's of now."""
-    for name in set(os.environ) - set(task.environment):
-        if not is_rank_variable(name):
-            del os.environ[name]
-    os.environ.update({name: text for name, text in task.environment.items() if not is_rank_variable(name)})
-    os.environ[LAUNCHER_VARIABLE] = "syncline"
-    os.environ["OMP_NUM_THREADS"] = str(task.threads)
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)
 
 
 def _received(descriptors: dict[int, Any]) -> Terminal:

@@ -19,12 +19,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
+from syncline.errors import RankFailed
 from syncline.launcher import watch
-from syncline.launcher.rank import is_open
+from syncline.launcher.rank import Task, Terminal, is_open
 from syncline.launcher.verdict import Ending
+from syncline.launcher.wire import receive_frame, send_frame
 
 STOP_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
@@ -35,20 +37,12 @@ _SEGMENTS = re.compile(r"/dev/shm/(?:mpich_shm|sm_segment|vader_segment|ucx_shm|
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True)
-class Supervision:
-    """What a supervisor needs to know."""
-
-    log_dir: Path
-    rank: int
-    launcher: watch.Watched
-    leftovers: tuple[str, ...]
-
-
 class Supervisor:
-    def __init__(self, given: Supervision, live: Callable[[], object]) -> None:
+    def __init__(self, task: Task, rank: int, live: Callable[[], object]) -> None:
         """`live` is the rank's life, in a process of its own."""
-        self._given = given
+        self._task = task
+        self._rank = rank
+        self._log_dir = Path(task.log_dir)
         self._live = live
         self._stop_requested = False
         self._parent = os.getppid()
@@ -59,19 +53,19 @@ class Supervisor:
 
     def run(self) -> None:
         """Returns when the rank has ended and the launcher has seen it."""
-        write_json(supervisor_path(self._given.log_dir, self._given.rank), asdict(watch.identify(os.getpid())))
+        write_json(supervisor_path(self._log_dir, self._rank), asdict(watch.identify(os.getpid())))
         pid = self._start()
-        launcher_alive = watch.alive_check(self._given.launcher)
+        launcher_alive = watch.alive_check(self._task.launcher)
         code = self._see_to_its_end(pid, launcher_alive)
         _remove(self._segments)
         ending = Ending(code, time.time(), self._asked_at is not None, self._forced)
-        write_json(ending_path(self._given.log_dir, self._given.rank), asdict(ending))
+        write_json(ending_path(self._log_dir, self._rank), asdict(ending))
         # Even if all is well: MPICH's mpiexec takes the first process that ends for the end of all.
         while not self._must_stop(launcher_alive):
             time.sleep(_LOOK_SECONDS)
         if not launcher_alive():
             time.sleep(_OTHERS_SECONDS)
-            for folder in self._given.leftovers:
+            for folder in self._task.leftovers:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _start(self) -> int:
@@ -127,7 +121,7 @@ class Supervisor:
         with contextlib.suppress(OSError):
             self._segments = sorted(set(_SEGMENTS.findall(Path(f"/proc/{pid}/maps").read_text())))
         if self._segments:
-            write_json(_segments_path(self._given.log_dir, self._given.rank), self._segments)
+            write_json(_segments_path(self._log_dir, self._rank), self._segments)
 
 
 def supervisor_path(log_dir: Path, rank: int) -> Path:
@@ -163,31 +157,21 @@ def write_json(path: Path, values: object) -> None:
         part.replace(path)
 
 
-def take_output(log_dir: Path, rank: int, terminal: Path) -> None:
-    """Rank 0 gets the launcher's own stdout and stderr; mpiexec would only copy what comes out of a pipe. The others'
-    go to files."""
-    if rank == 0:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(STOP_SECONDS)
-            connection.connect(str(terminal))
-            numbers, descriptors, _, _ = socket.recv_fds(connection, 16, 2)
-        targets = [number for number in numbers if number]
-    else:
-        names = [log_dir / f"rank-{rank}.{stream}.log" for stream in ("stdout", "stderr")]
-        descriptors = [os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666) for name in names]
-        targets = [1, 2]
-    for target, descriptor in zip(targets, descriptors, strict=True):
-        os.dup2(descriptor, target)
-        os.close(descriptor)
-    # Python chose how to buffer when both were mpiexec's pipes.
-    if os.isatty(1):
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+def fetch_terminal(meeting: Path) -> Terminal:
+    """For rank 0: the launcher's own stdout and stderr. mpiexec would only copy what comes out of a pipe."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(STOP_SECONDS)
+        connection.connect(str(meeting))
+        frame = receive_frame(connection, most_descriptors=2)
+    if frame is None:
+        raise RankFailed("the launcher ended before this rank could start.")
+    return Terminal(dict(zip(frame.message["numbers"], frame.descriptors, strict=True)))
 
 
-def give_output(connection: socket.socket) -> None:
-    """The launcher's side of `take_output`."""
+def give_terminal(connection: socket.socket) -> None:
+    """The launcher's side of `fetch_terminal`."""
     numbers = [number for number in (1, 2) if is_open(number)]
-    socket.send_fds(connection, [bytes(numbers) or b"\0"], numbers)
+    send_frame(connection, {"numbers": numbers}, descriptors=numbers)
 
 
 def _end_with(supervisor: int) -> None:

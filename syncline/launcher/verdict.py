@@ -7,12 +7,15 @@ among equals the earliest counts.
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.errors import RankFailed, SynclineError
-from syncline.launcher.outcome import Outcome, read_outcome, usage_error_of
+from syncline.launcher.outcome import Outcome, has_finished, read_outcome, usage_error_of
 
+_ECHO_SECONDS = 2.0
 _MEMORY_HINT = "If nobody did that by hand, the machine has probably run out of memory."
 
 
@@ -53,6 +56,33 @@ def judge(log_dir: Path, endings: list[Ending], *, keeps_logs: bool, first_rank:
     if usage_error is not None:
         return usage_error
     return _rank_failed(first, failures, _log_file(log_dir, first.rank) if keeps_logs else None)
+
+
+class Patience:
+    """How long a run that has begun to fail goes on: until its cause is known, or has had its time to show.
+
+    A broken connection is an echo: the rank that caused it may still be on its way to say so. Ended at once, it would
+    be one of those that the launcher stopped, and the wrong rank would be blamed.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self._log_dir = log_dir
+        self._first_failure_seen: float | None = None
+
+    def is_over(self, exit_codes: Mapping[int, int | None]) -> bool:
+        """`exit_codes` by rank, None for those that live."""
+        # An exit code of 0 is not enough: os._exit(0) in the middle gives one too.
+        failed = [
+            rank for rank, code in exit_codes.items()
+            if code or (code == 0 and not has_finished(self._log_dir, rank))
+        ]  # fmt: skip
+        if not failed:
+            return False
+        if self._first_failure_seen is None:
+            self._first_failure_seen = time.monotonic()
+        only_echoes = all(is_echo(self._log_dir, rank) for rank in failed)
+        waited = time.monotonic() - self._first_failure_seen
+        return not only_echoes or None not in exit_codes.values() or waited > _ECHO_SECONDS
 
 
 def is_echo(log_dir: Path, rank: int) -> bool:

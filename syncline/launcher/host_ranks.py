@@ -1,0 +1,199 @@
+"""One host's ranks: processes of the fork server, which a director tells when to start, to stop and to start again.
+
+They find the same variables as under torchrun. The launcher watches exit codes and outcome files. It gives the rank
+that broke the run a moment to say so before it ends the others, and it stops when it is asked to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from dataclasses import dataclass, replace
+from multiprocessing import connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from syncline.errors import SynclineError, UsageError
+from syncline.launcher.environment import Placement, torchrun_variables
+from syncline.launcher.fork_server import main_module_hidden
+from syncline.launcher.outcome import forget_outcomes
+from syncline.launcher.rank import Task, live, output_files
+from syncline.launcher.verdict import Ending, Patience, is_echo, judge
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerProcess
+
+_LOOK_SECONDS = 0.1
+_STOP_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Place:
+    """This host among the hosts of a run, with as many ranks on each."""
+
+    node_rank: int
+    nodes: int
+    ranks_here: int
+
+    @property
+    def ranks(self) -> range:
+        first = self.node_rank * self.ranks_here
+        return range(first, first + self.ranks_here)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of all ranks: which one it is, from 0, and where their store listens."""
+
+    number: int
+    address: str
+    port: int
+
+
+class Director(Protocol):
+    """Who decides about the ranks: this launcher alone, or all nodes together."""
+
+    def next_attempt(self) -> Attempt:
+        """Where ranks meet, as soon as all hosts are ready to start them; an error if that will not be."""
+
+    def must_stop(self) -> bool:
+        """Looked at ten times a second while ranks run."""
+
+    def again(self, error: SynclineError, *, is_echo: bool) -> bool:
+        """The ranks of this host have ended, for this reason or because of `must_stop`: whether to start again."""
+
+    def all_finished(self) -> bool:
+        """Asked again and again once the ranks of this host have succeeded: whether all hosts' have."""
+
+
+@dataclass
+class _Process:
+    """A rank's process, and how the launcher saw it end."""
+
+    process: ForkServerProcess
+    exit_code: int | None = None
+    last_alive: float = 0.0
+    asked: bool = False
+    forced: bool = False
+
+    def look(self) -> int | None:
+        """Its exit code, None while it lives."""
+        if self.exit_code is None:
+            now = time.time()
+            self.exit_code = self.process.exitcode
+            if self.exit_code is None:
+                self.last_alive = now
+        return self.exit_code
+
+    def wait(self, seconds: float) -> None:
+        self.process.join(seconds)
+        self.look()
+
+
+class HostRanks:
+    """The ranks of one task on one host, started as often as the director says."""
+
+    def __init__(self, task: Task, place: Place, director: Director, *, run_id: str, max_restarts: int) -> None:
+        self._task = task
+        self._place = place
+        self._director = director
+        self._run_id = run_id
+        self._max_restarts = max_restarts
+        self._log_dir = Path(task.log_dir)
+        self._processes: list[_Process] = []
+
+    def run(self) -> SynclineError | None:
+        """Returns when the ranks have ended for good: None if all succeeded, otherwise why not."""
+        while True:
+            attempt = self._director.next_attempt()
+            try:
+                self._start(attempt)
+                succeeded = self._watch()
+            finally:
+                # Whatever happened, also here: no rank outlives its launcher's interest in it.
+                self._end()
+            if succeeded:
+                return None
+            error = self._judge()
+            # Why a rank failed decides with other nodes' reasons; one that only lost its peer has nothing to add.
+            echo = not isinstance(error, UsageError) and (error.rank is None or is_echo(self._log_dir, error.rank))
+            if not self._director.again(error, is_echo=echo):
+                return error
+
+    def _start(self, attempt: Attempt) -> None:
+        forget_outcomes(self._log_dir, self._place.ranks)
+        self._processes = []
+        context = multiprocessing.get_context("forkserver")
+        for local, rank in enumerate(self._place.ranks):
+            for path in output_files(self._log_dir, rank):
+                _put_aside(path)
+            environment = {**self._task.environment, **self._variables(local, rank, attempt)}
+            # No daemon: such a process could have no children, and ranks have data loaders.
+            process = context.Process(target=live, args=(replace(self._task, environment=environment),))
+            with main_module_hidden():
+                process.start()
+            self._processes.append(_Process(process, last_alive=time.time()))
+
+    def _variables(self, local: int, rank: int, attempt: Attempt) -> dict[str, str]:
+        placement = Placement(
+            rank=rank,
+            world_size=self._place.nodes * self._place.ranks_here,
+            local_rank=local,
+            local_world_size=self._place.ranks_here,
+            host_index=self._place.node_rank,
+            num_hosts=self._place.nodes,
+            master_addr=attempt.address,
+            master_port=attempt.port,
+            launcher="syncline",
+            run_id=self._run_id,
+            restart=attempt.number,
+        )
+        return torchrun_variables(placement, self._max_restarts, self._log_dir)
+
+    def _watch(self) -> bool:
+        """To the end of the run: whether all ranks of all hosts succeeded."""
+        patience = Patience(self._log_dir)
+        while True:
+            codes = dict(zip(self._place.ranks, [process.look() for process in self._processes], strict=True))
+            if self._director.must_stop() or patience.is_over(codes):
+                return False
+            if not any(code != 0 for code in codes.values()) and self._director.all_finished():
+                return True
+            self._wait_for_news()
+
+    def _wait_for_news(self) -> None:
+        living = [one.process.sentinel for one in self._processes if one.exit_code is None]
+        if living:
+            connection.wait(living, _LOOK_SECONDS)
+        else:
+            time.sleep(_LOOK_SECONDS)
+
+    def _end(self) -> None:
+        """Ask, then use force. Ranks answer in their watcher's thread, even where they are stuck in a collective."""
+        living = [process for process in self._processes if process.look() is None]
+        for process in living:
+            process.asked = True
+            process.process.terminate()
+        deadline = time.monotonic() + _STOP_SECONDS
+        for process in living:
+            process.wait(max(0.0, deadline - time.monotonic()))
+            if process.exit_code is None:
+                process.forced = True
+                process.process.kill()
+        for process in self._processes:
+            process.wait(_STOP_SECONDS)
+            with contextlib.suppress(ValueError):  # one that even a SIGKILL does not end, such as in a broken mount
+                process.process.close()
+
+    def _judge(self) -> SynclineError:
+        endings = [Ending(one.exit_code, one.last_alive, one.asked, one.forced) for one in self._processes]
+        keeps_logs = self._task.log_dir not in self._task.leftovers
+        return judge(self._log_dir, endings, keeps_logs=keeps_logs, first_rank=self._place.ranks.start)
+
+
+def _put_aside(path: Path) -> None:
+    """What the rank said before it was started again stays beside what it says now."""
+    if path.exists():
+        earlier = len(list(path.parent.glob(f"{path.stem}.*.log")))
+        path.rename(path.with_suffix(f".{earlier}.log"))
