@@ -73,6 +73,13 @@ def raise_on(culprit: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
+def say_and_raise_on(culprit: int) -> None:
+    if int(os.environ["RANK"]) == culprit:
+        print("a word before", file=sys.stderr)
+        raise KeyError(culprit)
+    time.sleep(600)
+
+
 def raise_slowly_after_leaving_the_group(culprit: int) -> None:
     """The others notice the broken connection long before the exception arrives."""
     import torch

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -96,6 +98,59 @@ def test_all_reduce_works_and_can_be_launched_again() -> None:
 def test_launch_takes_lambdas_and_their_surroundings() -> None:
     factor = 7
     assert syncline.launch(lambda x: x * factor, 6, workers=2, threads=1) == [42, 42]
+
+
+def test_launch_passes_keyword_arguments_on() -> None:
+    assert syncline.launch(lambda a, *, function, b=0: a + b + function, 1, function=2, b=3, workers=2) == [6, 6]
+
+
+def test_launch_keeps_what_every_rank_wrote(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the folder that the user names, or in one that a line names."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    say = functools.partial(syncline.launch, lambda: print("rank", os.environ["RANK"]), workers=2, threads=1)
+    say(log_dir=str(tmp_path / "logs"))
+    assert (tmp_path / "logs" / "rank-1.stdout.log").read_text() == "rank 1\n"
+    assert capfd.readouterr().err == ""
+    say()
+    (folder,) = scratch.iterdir()
+    assert capfd.readouterr().err == f"syncline: what ranks other than 0 wrote is in {folder}\n"
+    assert [path.name for path in folder.iterdir()] == ["rank-1.stdout.log"]
+    assert (folder / "rank-1.stdout.log").read_text() == "rank 1\n"
+    shutil.rmtree(folder)
+    syncline.launch(os.getpid, workers=2, threads=1)
+    assert list(scratch.iterdir()) == []
+
+
+def test_error_of_launch_says_where_the_output_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(RankFailed) as caught:
+        syncline.launch(programs.say_and_raise_on, 1, workers=2, threads=1)
+    (folder,) = tmp_path.iterdir()
+    assert f"Its output is in {folder}/rank-1.stderr.log" in str(caught.value)
+    assert "a word before" in (folder / "rank-1.stderr.log").read_text()
+
+
+def test_long_temporary_path_is_no_obstacle(tmp_path: Path) -> None:
+    """Names of sockets are short; a folder for them elsewhere is private and goes away."""
+    scratch = tmp_path / ("long" * 25)
+    scratch.mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, syncline\nfrom multiprocessing.util import get_temp_dir\n"
+        "print(syncline.launch(os.getppid, workers=1, threads=1)[0] > 0, oct(os.stat(get_temp_dir()).st_mode)[-3:])\n"
+        "print(get_temp_dir())\n"
+    )
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": str(scratch)})
+    assert done.stderr == ""
+    works, folder = done.stdout.splitlines()
+    assert works == "True 700"
+    assert not Path(folder).exists()
+    assert list(scratch.iterdir()) == []
 
 
 def test_launch_from_another_thread() -> None:

@@ -151,10 +151,20 @@ def test_usage_error_survives_an_unpicklable_attribute(tmp_path: Path) -> None:
     assert str(judge(tmp_path, [WELL], keeps_logs=False)) == "bad key Remove it."
 
 
-def test_log_file_is_named_where_it_stays(tmp_path: Path) -> None:
+def test_log_files_are_named_where_they_stay(tmp_path: Path) -> None:
+    """Rank 0's output is on the terminal, and files without a word are not worth naming."""
+    OutcomeFile(tmp_path, 0).finished()
+    OutcomeFile(tmp_path, 1).raised(ValueError("mine"))
+    for stream in ("stdout", "stderr"):
+        (tmp_path / f"rank-1.{stream}.log").touch()
+    assert str(judge(tmp_path, [WELL, WELL], keeps_logs=True)) == "[rank 1] ValueError: mine"
+    (tmp_path / "rank-1.stderr.log").write_text("words")
+    assert "rank-1.stderr.log" not in str(judge(tmp_path, [WELL, WELL], keeps_logs=False))
+    error = judge(tmp_path, [WELL, WELL], keeps_logs=True)
+    assert error.action == f"Its output is in {tmp_path}/rank-1.stderr.log."
     OutcomeFile(tmp_path, 0).raised(ValueError("mine"))
-    (tmp_path / "rank-0.stderr.log").write_text("words")
-    assert "rank-0.stderr.log" in str(judge(tmp_path, [WELL], keeps_logs=True))
+    OutcomeFile(tmp_path, 1).finished()
+    assert judge(tmp_path, [WELL, WELL], keeps_logs=True).action == f"Other ranks' output is in {tmp_path}."
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -236,6 +236,16 @@ def test_output_of_rank_0_stays_and_others_go_to_files(tmp_path: Path, capfd: py
 
 
 @needs_mpi
+def test_long_temporary_path_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / ("long" * 25)
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    assert len(run_ranks_mpi(os.getpid, workers=2, log_dir=None, threads=1)) == 2
+    assert list(scratch.iterdir()) == []
+
+
+@needs_mpi
 def test_own_exception_is_blamed_while_others_are_in_a_collective() -> None:
     with pytest.raises(RankFailed, match="fault of rank") as caught:
         run_ranks_mpi(programs.raise_on, (1,), workers=3, log_dir=None)

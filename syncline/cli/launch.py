@@ -19,7 +19,8 @@ def launch(
     workers: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
     threads: options.Threads = None,
     log_dir: Annotated[
-        Path | None, typer.Option(help="Where the output of ranks 1 and up goes; else dropped.")
+        Path | None,
+        typer.Option(help="Folder for the output of ranks other than 0; by default a temporary one that is named."),
     ] = None,
     port: options.Port = 0,
 ) -> None:
@@ -27,16 +28,12 @@ def launch(
 
     Options of the script come after `--`.
     """
-    from syncline.launcher.local import default_threads, oversubscription, run_ranks
+    from syncline.launcher.local import run_for_user
 
     if not script.is_file():
         raise PlanError(f"there is no script {script}.")
-    warning = oversubscription(workers, threads or default_threads(max(1, workers)))
-    if warning and workers > 0:
-        print(warning, file=sys.stderr)
-    run_ranks(
-        _run_script, (script.resolve(), arguments or []), workers=workers, log_dir=log_dir, threads=threads, port=port
-    )
+    call = (script.resolve(), arguments or [])
+    run_for_user(_run_script, call, workers=workers, log_dir=log_dir, threads=threads, port=port)
 
 
 def _run_script(script: Path, arguments: list[str]) -> None:

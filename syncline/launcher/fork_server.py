@@ -7,14 +7,20 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import types
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver, resource_tracker
+from multiprocessing.util import get_temp_dir
 
+from syncline.errors import UsageError
 from syncline.launcher import watch
 
 DEFAULT_PRELOAD = ("torch", "torch.distributed", "numpy", "cloudpickle", "syncline.launcher.rank")
+
+_LONGEST_BASE = 70
+"""Bytes of a folder in which sockets can have names: a socket's path may have about 100, on macOS 103."""
 
 _main_module_lock = threading.Lock()
 
@@ -25,6 +31,7 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
     Worth calling early, before importing torch: it imports torch meanwhile. It is started with the stop signals
     blocked, so that a Ctrl-C ends it and young ranks without a traceback.
     """
+    _choose_socket_folder()
     multiprocessing.set_forkserver_preload([*DEFAULT_PRELOAD, *preload])
     # The tracker unblocks signals when it starts, so it has to run before they are blocked.
     resource_tracker.ensure_running()
@@ -34,6 +41,13 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         forkserver.ensure_running()
+    except OSError as error:
+        if "AF_UNIX path too long" not in str(error):
+            raise
+        raise UsageError(
+            f"ranks cannot be reached through {get_temp_dir()}: the path is too long for a socket.",
+            action="Set TMPDIR to a shorter path.",
+        ) from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.environ.pop("PYTHONSAFEPATH")
@@ -47,6 +61,25 @@ def wait_for_fork_server() -> None:
     with main_module_hidden():
         first.start()
     first.join()
+
+
+def base_for_sockets() -> str:
+    """The folder for temporary files, or one with a shorter path where sockets could have no names in it."""
+    usual = tempfile.gettempdir()
+    if len(os.fsencode(usual)) <= _LONGEST_BASE:
+        return usual
+    usable = (folder for folder in ("/tmp", "/var/tmp", "/dev/shm") if os.access(folder, os.W_OK | os.X_OK))
+    return next(usable, usual)
+
+
+def _choose_socket_folder() -> None:
+    """Python makes one private folder for a process's sockets when it is first asked for it, and removes it at the
+    end; ranks use the same one."""
+    usual, tempfile.tempdir = tempfile.gettempdir(), base_for_sockets()
+    try:
+        get_temp_dir()
+    finally:
+        tempfile.tempdir = usual
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher.environment import Placement, torchrun_variables
 from syncline.launcher.fork_server import main_module_hidden
-from syncline.launcher.outcome import forget_outcomes
-from syncline.launcher.rank import Task, live, output_files
+from syncline.launcher.outcome import forget_outcomes, output_files
+from syncline.launcher.rank import Task, live
 from syncline.launcher.verdict import Ending, Patience, is_echo, judge
 
 if TYPE_CHECKING:

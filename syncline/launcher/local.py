@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import multiprocessing
 import os
 import shutil
@@ -21,9 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from syncline.errors import Interrupted, UsageError
+from syncline.errors import Interrupted, SynclineError, UsageError
 from syncline.launcher import watch
 from syncline.launcher.environment import is_rank_variable
 from syncline.launcher.fork_server import start_fork_server
@@ -33,23 +34,78 @@ if TYPE_CHECKING:
     from syncline.launcher.host_ranks import Director, Place
     from syncline.launcher.rank import Task
 
+Result = TypeVar("Result")
+
 LOOPBACK = "127.0.0.1"
 
 _LAUNCHER_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 
 
-def launch(function: Callable[..., Any], *args: Any, workers: int, threads: int | None = None) -> list[Any]:
-    """Run `function(*args)` in `workers` new processes on this machine and return their results by rank.
+def launch(
+    function: Callable[..., Result],
+    /,
+    *args: Any,
+    workers: int,
+    threads: int | None = None,
+    log_dir: str | Path | None = None,
+    **kwargs: Any,
+) -> list[Result]:
+    """Run `function(*args, **kwargs)` in `workers` new processes on this machine and return their results by rank.
 
     Blocks until all have ended. Each sees the environment that torchrun would give it, so
     `torch.distributed.init_process_group("gloo")` just works. Lambdas and functions of a notebook or an unguarded
     script are fine. The first failure ends all ranks and raises RankFailed with the failing rank's own traceback.
+
+    Rank 0 writes to the terminal; the others write to `rank-N.stdout.log` and `rank-N.stderr.log` in `log_dir`.
+    Without one they write to a temporary folder. It stays if a rank wrote something, and a line on stderr, or the
+    error, says where it is. `workers`, `threads` and `log_dir` are launch's own: a function that has parameters of
+    these names gets them through `functools.partial` or a lambda.
     """
-    if workers >= 1:
-        warning = oversubscription(workers, threads or default_threads(workers))
-        if warning:
-            print(warning, file=sys.stderr)
-    return run_ranks(function, args, workers=workers, log_dir=None, threads=threads)
+    call = functools.partial(function, *args, **kwargs)
+    return run_for_user(
+        call, (), workers=workers, threads=threads, log_dir=None if log_dir is None else Path(log_dir)
+    )
+
+
+def run_for_user(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    workers: int,
+    threads: int | None,
+    log_dir: Path | None,
+    port: int = 0,
+) -> list[Any]:
+    """`run_ranks` for code that is not ours: says when cores are short, and keeps what every rank wrote."""
+    warning = oversubscription(workers, threads or default_threads(max(1, workers)))
+    if warning:
+        print(warning, file=sys.stderr)
+    with _output_kept(log_dir) as folder:
+        return run_ranks(function, args, workers=workers, log_dir=folder, threads=threads, port=port)
+
+
+@contextlib.contextmanager
+def _output_kept(log_dir: Path | None) -> Iterator[Path]:
+    """The user's folder, or a temporary one that goes away if no rank wrote anything."""
+    if log_dir is not None:
+        yield log_dir
+        return
+    folder = Path(tempfile.mkdtemp(prefix="syncline-"))
+    named = False
+    try:
+        yield folder
+    except SynclineError as error:
+        named = str(folder) in str(error)
+        raise
+    finally:
+        shutil.rmtree(folder / "outcomes", ignore_errors=True)
+        for path in folder.iterdir():
+            if not path.stat().st_size:
+                path.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+        elif not named:
+            print(f"syncline: what ranks other than 0 wrote is in {folder}", file=sys.stderr, flush=True)
 
 
 def run_ranks(

@@ -26,6 +26,7 @@ from typing import Any
 from syncline.errors import RankFailed, SynclineError, UsageError
 from syncline.launcher import watch
 from syncline.launcher.environment import LAUNCHER_VARIABLE, is_rank_variable, placement_from_environment
+from syncline.launcher.fork_server import base_for_sockets
 from syncline.launcher.local import (
     check_numbers,
     default_threads,
@@ -238,7 +239,7 @@ def _rank_program(own: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _order_folder() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="syncline-mpi-"))
+    folder = Path(tempfile.mkdtemp(prefix="syncline-mpi-", dir=base_for_sockets()))
     try:
         yield folder
     finally:

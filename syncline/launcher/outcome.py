@@ -108,6 +108,11 @@ class OutcomeFile:
             part.replace(self._path)
 
 
+def output_files(log_dir: Path, rank: int) -> list[Path]:
+    """Where a rank's stdout and stderr go; rank 0 stays on the terminal."""
+    return [log_dir / f"rank-{rank}.{stream}.log" for stream in ("stdout", "stderr")] if rank else []
+
+
 def read_outcome(log_dir: Path, rank: int) -> Outcome | None:
     """None if the rank died before it could write a word."""
     try:

@@ -16,7 +16,7 @@ from syncline.errors import UsageError
 from syncline.launcher import watch
 from syncline.launcher.environment import placement_from_environment
 from syncline.launcher.machine import keep_freed_memory
-from syncline.launcher.outcome import OutcomeFile
+from syncline.launcher.outcome import OutcomeFile, output_files
 from syncline.launcher.wire import pack, unpack
 
 
@@ -69,11 +69,6 @@ def live(task: Task) -> NoReturn:
         outcome.raised(error)
         watch.leave(1)
     watch.leave(0)
-
-
-def output_files(log_dir: Path, rank: int) -> list[Path]:
-    """Where a rank's stdout and stderr go; rank 0 stays on the terminal."""
-    return [log_dir / f"rank-{rank}.{stream}.log" for stream in ("stdout", "stderr")] if rank else []
 
 
 def redirect_output(log_dir: Path, rank: int, terminal: Terminal | None) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.errors import RankFailed, SynclineError
-from syncline.launcher.outcome import Outcome, has_finished, read_outcome, usage_error_of
+from syncline.launcher.outcome import Outcome, has_finished, output_files, read_outcome, usage_error_of
 
 _ECHO_SECONDS = 2.0
 _MEMORY_HINT = "If nobody did that by hand, the machine has probably run out of memory."
@@ -55,7 +55,7 @@ def judge(log_dir: Path, endings: list[Ending], *, keeps_logs: bool, first_rank:
     usage_error = usage_error_of(first.outcome) if first.outcome else None
     if usage_error is not None:
         return usage_error
-    return _rank_failed(first, failures, _log_file(log_dir, first.rank) if keeps_logs else None)
+    return _rank_failed(first, failures, _where_output_is(log_dir, first.rank) if keeps_logs else "")
 
 
 class Patience:
@@ -117,15 +117,14 @@ def _wordless_failure(rank: int, outcome: Outcome | None, ending: Ending) -> _Fa
     return _Failure(rank, False, ending.last_alive, told)
 
 
-def _rank_failed(first: _Failure, failures: list[_Failure], log_file: Path | None) -> RankFailed:
+def _rank_failed(first: _Failure, failures: list[_Failure], where: str) -> RankFailed:
     others = sum(not failure.is_echo for failure in failures) - (not first.is_echo)
     message = first.message
     if others:
         message += f" ({others} other rank{'s' if others > 1 else ''} failed too)"
-    action = first.action
-    if log_file is not None:
-        action = f"{action} Its output is in {log_file}.".strip()
-    error = RankFailed(message, action=action, rank=first.rank, traceback_text=first.traceback)
+    error = RankFailed(
+        message, action=f"{first.action} {where}".strip(), rank=first.rank, traceback_text=first.traceback
+    )
     if first.traceback:
         error.add_note(f"\nRank {first.rank}'s own traceback:\n{first.traceback.rstrip()}")
     return error
@@ -136,9 +135,13 @@ def _obeyed(code: int | None) -> bool:
     return code in {-number for number in signals} | {128 + number for number in signals}
 
 
-def _log_file(log_dir: Path, rank: int) -> Path | None:
-    path = log_dir / f"rank-{rank}.stderr.log"
-    return path if path.is_file() and path.stat().st_size else None
+def _where_output_is(log_dir: Path, rank: int) -> str:
+    """Rank 0's is on the terminal, the others' in files; those that stayed empty are not worth a look."""
+    own = [path for path in reversed(output_files(log_dir, rank)) if path.is_file() and path.stat().st_size]
+    others = [path for path in log_dir.glob("rank-*.std*.log") if path not in own and path.stat().st_size]
+    if own:
+        return f"Its output is in {own[0]}{', other output beside it' if others or own[1:] else ''}."
+    return f"Other ranks' output is in {log_dir}." if others else ""
 
 
 def _signal_name(number: int) -> str:
