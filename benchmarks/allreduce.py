@@ -25,7 +25,7 @@ from syncline.collectives.schedule import chunk_bounds
 from syncline.comm import Communicator, instrumented
 from syncline.comm.shared_memory import Barrier, Segment
 from syncline.comm.torch_backend import TorchCommunicator, connect
-from syncline.launcher.local import run_ranks
+from syncline.launcher.here import run_ranks
 from syncline.spans import EventLog
 from syncline.sync.shared_memory import average_pieces, cut_slice
 from syncline.units import format_bytes, format_seconds

@@ -26,7 +26,7 @@ def first_step():
     dist.destroy_process_group()
 """
 _OURS = (
-    "from syncline.launcher.local import run_ranks\n"
+    "from syncline.launcher.here import run_ranks\n"
     + _STEP
     + "run_ranks(first_step, workers={workers}, log_dir=None)\n"
 )

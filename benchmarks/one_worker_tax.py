@@ -18,7 +18,7 @@ from support import Contender, ratio, take_turns, write_result
 from torch.nn.functional import cross_entropy
 
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
-from syncline.launcher.local import cores
+from syncline.machine import cores
 from syncline.plan import load_plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync

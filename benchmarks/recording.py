@@ -26,7 +26,7 @@ from support import Contender, ratio, slowest, take_turns, write_result
 
 from syncline.comm import instrumented
 from syncline.comm.torch_backend import connect
-from syncline.launcher.local import run_ranks
+from syncline.launcher.here import run_ranks
 from syncline.plan import load_plan
 from syncline.spans import EventLog, read_log
 from syncline.sync import make_sync

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from syncline.comm import instrumented
 from syncline.comm.torch_backend import connect
-from syncline.launcher.local import run_ranks
+from syncline.launcher.here import run_ranks
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 from syncline.units import format_seconds

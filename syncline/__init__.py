@@ -15,7 +15,7 @@ _HOME = {
     "ShardedBatchSampler": "syncline.workload.sharding",
     "Sharding": "syncline.workload.sharding",
     "convert_sync_batch_norm": "syncline.data_parallel",
-    "launch": "syncline.launcher.local",
+    "launch": "syncline.launcher.here",
     "record": "syncline.recording",
 }
 

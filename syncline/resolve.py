@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.errors import PlanError
-from syncline.launcher.local import cores, default_threads
-from syncline.launcher.machine import STRONG_MEMORY_ORDER
+from syncline.machine import STRONG_MEMORY_ORDER, cores, default_threads
 from syncline.methods import BASELINE, IN_MEMORY, ON_LINKS
 from syncline.plan import Plan, compute_source
 from syncline.units import format_bytes, format_seconds

@@ -23,7 +23,7 @@ import torch
 from syncline.comm.mpi_backend import aborting
 from syncline.errors import DataError, SynclineError
 from syncline.launcher import watch
-from syncline.launcher.local import cores
+from syncline.machine import cores
 from syncline.measure.certify import Certifier
 from syncline.measure.compare import Comparison, contenders
 from syncline.measure.load import LoadMeter

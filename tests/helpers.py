@@ -17,7 +17,7 @@ from syncline.comm import Communicator, instrumented
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld, run_threads
 from syncline.comm.torch_backend import connect
 from syncline.errors import CommunicationError, PlanError
-from syncline.launcher.environment import placement_from_environment
+from syncline.launcher.adopt import placement_from_environment
 from syncline.methods import METHODS
 from syncline.spans import EventLog
 from syncline.sync import make_sync

@@ -186,7 +186,7 @@ def say_ready(rank: int) -> None:
 
 
 def main() -> int:
-    from syncline.launcher.local import run_ranks
+    from syncline.launcher.here import run_ranks
 
     # A runner in the background may have been started with Ctrl-C ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)

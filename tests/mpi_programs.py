@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from launcher_programs import say_ready
 
 from syncline.errors import SynclineError
-from syncline.launcher.environment import placement_from_environment
+from syncline.launcher.adopt import placement_from_environment
 
 if TYPE_CHECKING:
     from torch import Tensor

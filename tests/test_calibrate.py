@@ -17,7 +17,7 @@ from helpers import on_threads, small_batches
 from torch import Tensor, nn
 
 from syncline.comm import Communicator
-from syncline.launcher.local import run_ranks
+from syncline.launcher.here import run_ranks
 from syncline.plan import Plan
 from syncline.rank import joined
 from syncline.spans import EventLog, read_log
@@ -157,7 +157,7 @@ def digests(plans: list[Plan], folder: str, user_folder: str) -> list[str]:
     """A rank's part: the same training with and without calibration, in one world."""
     from syncline import worker
     from syncline.comm.torch_backend import connect
-    from syncline.launcher.environment import placement_from_environment
+    from syncline.launcher.adopt import placement_from_environment
 
     place = placement_from_environment()
     assert place is not None

@@ -354,7 +354,7 @@ import torch
 from syncline.comm.shared_memory import count_hosts
 from syncline.comm.torch_backend import connect
 from syncline.errors import PlanError
-from syncline.launcher.environment import placement_from_environment
+from syncline.launcher.adopt import placement_from_environment
 from syncline.sync import make_sync
 
 place = placement_from_environment()

@@ -26,7 +26,7 @@ from syncline.comm.shared_memory import ranks_by_host
 from syncline.comm.threads import run_threads
 from syncline.comm.torch_backend import connect
 from syncline.errors import ContractError, PeerLostError, PlanError
-from syncline.launcher.environment import placement_from_environment
+from syncline.launcher.adopt import placement_from_environment
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 

@@ -9,7 +9,7 @@ import pytest
 from syncline.errors import UsageError
 from syncline.launcher.emulation import EmulatedCluster, honesty
 from syncline.launcher.emulation.honesty import LinkCheck, estimated_bytes
-from syncline.launcher.machine import available_bytes
+from syncline.machine import available_bytes
 
 
 def test_every_link_is_measured_while_all_hosts_send() -> None:

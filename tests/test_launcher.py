@@ -24,7 +24,8 @@ from conftest import is_alive, killed_at_end, session_members, wait_until
 import syncline
 from syncline.errors import DataError, RankFailed, UsageError
 from syncline.launcher import watch
-from syncline.launcher.local import cores, default_threads, oversubscription, run_ranks
+from syncline.launcher.here import run_ranks
+from syncline.machine import cores, default_threads, oversubscription
 
 PROGRAM = Path(programs.__file__)
 
@@ -185,7 +186,7 @@ def test_own_exception_is_blamed_while_others_are_in_a_collective(culprit: int, 
     assert caught.value.rank == culprit
     assert f"the fault of rank {culprit}" in caught.value.traceback_text
     assert "in raise_on" in caught.value.traceback_text
-    assert "launcher/rank.py" not in caught.value.traceback_text
+    assert "syncline/launcher" not in caught.value.traceback_text
 
 
 def test_slow_culprit_is_blamed_although_others_fail_first() -> None:

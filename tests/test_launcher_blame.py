@@ -14,9 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from syncline.errors import ContractError, DeadlineError, PlanError, RankFailed, UsageError
-from syncline.launcher.environment import placement_from_environment
-from syncline.launcher.outcome import OutcomeFile, kind_of, read_outcome
-from syncline.launcher.verdict import Ending, judge
+from syncline.launcher.adopt import placement_from_environment
+from syncline.launcher.outcome import Ending, OutcomeFile, judge, kind_of, read_outcome
 
 TORCHRUN = {
     "RANK": "5",

@@ -14,7 +14,7 @@ from syncline.methods import METHODS, OLD_NAMES
 PACKAGE = Path(syncline.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = ("errors", "units", "forms", "words", "methods", "plan", "spans", "events", "marks")
+GROUND = ("errors", "units", "machine", "forms", "words", "methods", "plan", "spans", "events", "marks")
 STAGES = (
     "launcher",
     "comm",
@@ -93,7 +93,7 @@ def test_module_imports_only_the_ground_and_earlier_stages(path: Path) -> None:
         ("comm/a.py", "def f():\n    import syncline.train.step", ["comm/a.py imports train"]),
         ("collectives/a.py", "from syncline.sync.base import GradientSync", ["collectives/a.py imports sync"]),
         ("train/a.py", "from syncline import store", ["train/a.py imports store"]),
-        ("plan.py", "from syncline.launcher.local import cores", ["plan.py imports launcher"]),
+        ("plan.py", "from syncline.launcher.here import launch", ["plan.py imports launcher"]),
         ("store.py", "from syncline.worker import train", ["store.py imports worker"]),
         ("extras/a.py", "import math", ["extras/a.py belongs to no stage"]),
         ("sync/a.py", "from syncline.collectives import x\nfrom syncline.sync.base import y", []),
@@ -119,7 +119,7 @@ def rank_variables_in(source: str) -> set[str]:
 
 def test_one_file_reads_the_rank_from_the_environment() -> None:
     readers = [str(path.relative_to(PACKAGE)) for path in MODULES if rank_variables_in(path.read_text())]
-    assert readers == ["launcher/environment.py"]
+    assert readers == ["launcher/adopt/__init__.py"]
     assert rank_variables_in("import os\nrank = int(os.environ['RANK'])") == {"RANK"}
     assert rank_variables_in("from os import getenv\nx = getenv('WORLD_SIZE', 'RANK is 1')") == {"WORLD_SIZE"}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import conftest
 import pytest
 
-from syncline.launcher.local import run_ranks
+from syncline.launcher.here import run_ranks
 
 ORPHAN = """
 import subprocess, sys

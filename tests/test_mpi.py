@@ -24,8 +24,8 @@ from syncline import worker
 from syncline.comm import Communicator
 from syncline.comm.mpi_backend import connect_mpi
 from syncline.errors import PlanError, RankFailed, UsageError
-from syncline.launcher.environment import is_rank_variable, placement_from_environment
-from syncline.launcher.local import run_ranks
+from syncline.launcher.adopt import is_rank_variable, placement_from_environment
+from syncline.launcher.here import run_ranks
 from syncline.launcher.mpi import mpiexec_command, run_ranks_mpi
 from syncline.plan import Plan, parse_plan
 from syncline.rank import backend_of
@@ -135,7 +135,7 @@ def test_plan_takes_the_options_that_mean_something() -> None:
     assert parse_plan({"method": "mpi", "options": options}).options_for("mpi") == options
     with pytest.raises(PlanError, match="method mpi has no option groups"):
         parse_plan({"method": "mpi", "options": {"groups": 2}})
-    with pytest.raises(PlanError, match="method mpi sends from the memory of the CPU"):
+    with pytest.raises(PlanError, match="method mpi averages in the memory of the CPU"):
         parse_plan({"method": "mpi", "device": "cuda"})
 
 

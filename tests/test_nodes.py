@@ -31,13 +31,12 @@ from syncline.errors import (
     SynclineError,
     UsageError,
 )
-from syncline.launcher import connect, coordinator
-from syncline.launcher.coordinator import Coordinator, Limits
-from syncline.launcher.environment import placement_from_environment
-from syncline.launcher.local import listening
-from syncline.launcher.member import Membership
-from syncline.launcher.nodes import Node
-from syncline.launcher.route import Route, find_route, parse_rendezvous
+from syncline.launcher.adopt import placement_from_environment
+from syncline.launcher.nodes import Node, coordinator, route
+from syncline.launcher.nodes.coordinator import Coordinator, Limits
+from syncline.launcher.nodes.membership import Membership
+from syncline.launcher.nodes.route import Route, find_route, parse_rendezvous
+from syncline.launcher.starting import listening
 from syncline.launcher.wire import Connection
 from syncline.spans import read_log
 from syncline.store import RunFolder
@@ -193,7 +192,7 @@ def test_missing_nodes_are_named_and_the_wait_ends(
 def test_rendezvous_where_nobody_listens_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(connect, "_FIRST_LINE_SECONDS", 0.3)
+    monkeypatch.setattr(route, "_FIRST_LINE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     limits = Limits(join_timeout_s=1.0, silence_s=10.0, max_restarts=0)
@@ -208,9 +207,9 @@ def test_port_that_swallows_everything_is_named(monkeypatch: pytest.MonkeyPatch)
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", no_answer)
-    monkeypatch.setattr(connect, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(route, "SILENCE_SECONDS", 0.3)
     with pytest.raises(UsageError, match=r"no answer\. .*firewall"):
-        connect.connect(Route("10.0.0.9", 29500, "10.0.0.1", "eth0"), 600.0, lambda line: None)
+        route.connect(Route("10.0.0.9", 29500, "10.0.0.1", "eth0"), 600.0, lambda line: None)
 
 
 def test_somebody_elses_server_is_not_taken_for_node_0() -> None:

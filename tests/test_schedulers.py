@@ -12,11 +12,10 @@ from conftest import cli_environment, killed_at_end
 from test_mpi import MPICH, OPEN_MPI, needs_mpi
 
 from syncline.errors import UsageError
-from syncline.launcher.environment import Placement, placement_from_environment
-from syncline.launcher.local import listening
-from syncline.launcher.meeting import Meeting, find_meeting
+from syncline.launcher.adopt import Placement, expand_hosts, expand_tasks, placement_from_environment
+from syncline.launcher.adopt.meeting import Meeting, find_meeting
 from syncline.launcher.mpi import mpiexec_command
-from syncline.launcher.slurm import expand_hosts, expand_tasks
+from syncline.launcher.starting import listening
 from syncline.plan import Plan
 
 SRUN = {

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import Cli, cli_environment
 
-from syncline.launcher.local import run_ranks
+from syncline.launcher.here import run_ranks
 from syncline.methods import METHODS
 from syncline.plan import Plan
 from syncline.rank import joined
@@ -125,7 +125,7 @@ def digests_when_interrupted(plans: list[Plan], folder: str, user_folder: str, s
     """
     from syncline import worker
     from syncline.comm.torch_backend import connect
-    from syncline.launcher.environment import placement_from_environment
+    from syncline.launcher.adopt import placement_from_environment
 
     class Stopped(Exception):
         pass

@@ -44,7 +44,8 @@ def run(
     The command comes after `--`. Exit code: that of the rank that failed first.
     """
     from syncline.launcher.emulation.scripts import run_script
-    from syncline.launcher.local import cores, raise_if_interrupted, signals_noted
+    from syncline.launcher.starting import raise_if_interrupted, signals_noted
+    from syncline.machine import cores
 
     rates = parse_links(link, hosts)
     command = _with_our_python(command)

@@ -18,7 +18,7 @@ from syncline.cli.nodes import EMULATED_VARIABLE
 from syncline.errors import HostError
 from syncline.launcher.emulation import EmulatedCluster, HostProcess, parse_links
 from syncline.launcher.emulation.honesty import LINK_VARIABLE, check_memory, measure_links
-from syncline.launcher.local import signals_noted
+from syncline.launcher.starting import signals_noted
 from syncline.plan import Plan
 from syncline.units import format_seconds
 from syncline.words import MODELS

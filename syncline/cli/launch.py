@@ -28,7 +28,7 @@ def launch(
 
     Options of the script come after `--`.
     """
-    from syncline.launcher.local import run_for_user
+    from syncline.launcher.here import run_for_user
 
     if not script.is_file():
         raise PlanError(f"there is no script {script}.")

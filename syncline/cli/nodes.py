@@ -15,8 +15,8 @@ from typing import Any
 
 from syncline.cli import options
 from syncline.errors import PlanError, RunFolderError
-from syncline.launcher.local import cores
 from syncline.launcher.nodes import JoinedNode, Node, joined
+from syncline.machine import cores
 from syncline.marks import marks_of
 from syncline.plan import Plan
 from syncline.store import RunFolder, create_run

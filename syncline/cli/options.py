@@ -13,10 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from syncline.errors import Interrupted, PlanError, UsageError
-from syncline.launcher.fork_server import start_fork_server
-from syncline.launcher.local import oversubscription, run_ranks
+from syncline.launcher.here import run_ranks
+from syncline.launcher.here.fork_server import start_fork_server
 from syncline.launcher.mpi import run_ranks_mpi
 from syncline.launcher.nodes import JoinedNode
+from syncline.machine import oversubscription
 from syncline.plan import Plan
 from syncline.store import RunFolder, list_runs, open_run
 from syncline.units import format_bytes

@@ -26,7 +26,7 @@ from torch import Tensor
 from syncline.comm.communicator import Communicator, Operation, Work
 from syncline.comm.torch_backend import flat
 from syncline.errors import CommunicationError, DeadlineError, PeerLostError, PlanError
-from syncline.launcher.environment import placement_from_environment
+from syncline.launcher.adopt import placement_from_environment
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -22,7 +22,7 @@ import torch
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import CommunicationError, DeadlineError, PeerLostError, PlanError
-from syncline.launcher.machine import STRONG_MEMORY_ORDER
+from syncline.machine import STRONG_MEMORY_ORDER
 
 TOKEN_BYTES = 16
 LINE = 64

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from syncline.errors import SynclineError
-from syncline.launcher.machine import available_bytes
+from syncline.machine import available_bytes
 from syncline.train.watching import peak_resident_bytes
 from syncline.workload.models import build_model, usual_task
 

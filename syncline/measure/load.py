@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from syncline.comm.communicator import Communicator
-from syncline.launcher.local import cores
+from syncline.machine import cores
 
 TICKS = os.sysconf("SC_CLK_TCK")
 _BUSY = (0, 1, 2, 5, 6, 7)

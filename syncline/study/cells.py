@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.errors import PlanError
-from syncline.launcher.local import cores
+from syncline.machine import cores
 from syncline.methods import BASELINE, OLD_NAMES, method_of
 from syncline.plan import Plan, load_plan
 from syncline.study.file import Stage, Study

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from syncline.launcher.emulation.honesty import RANK_BYTES, estimated_bytes
-from syncline.launcher.local import cores
+from syncline.machine import cores
 from syncline.plan import Plan
 from syncline.study.cells import Cell
 from syncline.study.costs import Cost, cost_of

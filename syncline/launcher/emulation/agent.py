@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from syncline.launcher.adopt import placement_from_environment
 from syncline.launcher.emulation.scripts import TORCH_LOG_LEVEL
-from syncline.launcher.environment import placement_from_environment
 
 _STOP_SECONDS = 5
 _JOIN_SECONDS = 120

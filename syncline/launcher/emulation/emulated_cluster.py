@@ -24,7 +24,7 @@ from typing import Any, Self
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher.emulation.host_process import HostProcess, Streams, started
 from syncline.launcher.emulation.network import INTERFACE, check_hosts, check_rate, host_address, host_name
-from syncline.launcher.local import packed
+from syncline.launcher.starting import packed
 from syncline.launcher.wire import receive_frame, send_frame
 
 _PACKAGES = str(Path(__file__).parents[3])

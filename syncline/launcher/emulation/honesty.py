@@ -14,7 +14,7 @@ from typing import Any
 from syncline.errors import UsageError
 from syncline.launcher.emulation.emulated_cluster import EmulatedCluster
 from syncline.launcher.emulation.network import host_name
-from syncline.launcher.machine import available_bytes
+from syncline.machine import available_bytes
 from syncline.units import format_bit_rate, format_bytes
 
 REACHED = 0.9

@@ -19,18 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from syncline.errors import SynclineError, UsageError
-from syncline.launcher.environment import HOSTS_VARIABLE
-from syncline.launcher.fork_server import start_fork_server, wait_for_fork_server
-from syncline.launcher.local import (
-    check_numbers,
-    listening,
-    log_folder,
-    make_task,
-    packed,
-    run_task,
-    signals_noted,
-)
-from syncline.launcher.route import Route, find_route
+from syncline.launcher.adopt import HOSTS_VARIABLE
+from syncline.launcher.here.fork_server import start_fork_server, wait_for_fork_server
+from syncline.launcher.here.host_ranks import make_task, run_task
+from syncline.launcher.nodes.route import Route, find_route
+from syncline.launcher.starting import check_numbers, listening, log_folder, packed, signals_noted
 
 LONGEST_SILENCE_S = 15.0
 JOIN_TIMEOUT_S = 600.0
@@ -93,7 +86,7 @@ class JoinedNode:
     ) -> list[Any]:
         """This node's share of all `workers` ranks, to the end of the run; their results. An error is the one that
         every node ends with."""
-        from syncline.launcher.host_ranks import Place
+        from syncline.launcher.here.host_ranks import Place
 
         ranks_here = workers // self.node.nodes
         check_numbers(ranks_here, threads)
@@ -127,8 +120,8 @@ def joined(
     route = find_route(node.rendezvous)
     say(f"node {node.node_rank} of {node.nodes}: {route.address} on {route.interface}, rendezvous {node.rendezvous}")
     # Late: with them comes torch, and a wrong address should be told at once.
-    from syncline.launcher.coordinator import Coordinator, Limits
-    from syncline.launcher.member import Membership
+    from syncline.launcher.nodes.coordinator import Coordinator, Limits
+    from syncline.launcher.nodes.membership import Membership
 
     limits = Limits(node.join_timeout_s, min(deadline_s, LONGEST_SILENCE_S), max_restarts)
     hello = _hello(node, route, plan)

@@ -16,11 +16,9 @@ from multiprocessing.util import get_temp_dir
 
 from syncline.errors import UsageError
 from syncline.launcher import watch
+from syncline.launcher.starting import base_for_sockets
 
-DEFAULT_PRELOAD = ("torch", "torch.distributed", "numpy", "cloudpickle", "syncline.launcher.rank")
-
-_LONGEST_BASE = 70
-"""Bytes of a folder in which sockets can have names: a socket's path may have about 100, on macOS 103."""
+DEFAULT_PRELOAD = ("torch", "torch.distributed", "numpy", "cloudpickle", "syncline.launcher.rank_life")
 
 _main_module_lock = threading.Lock()
 
@@ -61,15 +59,6 @@ def wait_for_fork_server() -> None:
     with main_module_hidden():
         first.start()
     first.join()
-
-
-def base_for_sockets() -> str:
-    """The folder for temporary files, or one with a shorter path where sockets could have no names in it."""
-    usual = tempfile.gettempdir()
-    if len(os.fsencode(usual)) <= _LONGEST_BASE:
-        return usual
-    usable = (folder for folder in ("/tmp", "/var/tmp", "/dev/shm") if os.access(folder, os.W_OK | os.X_OK))
-    return next(usable, usual)
 
 
 def _choose_socket_folder() -> None:

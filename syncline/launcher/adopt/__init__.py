@@ -1,4 +1,4 @@
-"""Where a process stands among the ranks: the only file that reads and writes rank environment variables.
+"""The rank that a launcher gave us: the only file that reads and writes rank environment variables.
 
 torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and their relatives, and our own launcher sets the same ones. mpiexec sets
 others, which differ between Open MPI and MPICH, and Slurm's srun its own; torchrun's win where both are there, then
@@ -8,12 +8,12 @@ mpiexec's. Everyone else in the product is handed a `Placement`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.errors import UsageError
-from syncline.launcher.slurm import expand_hosts, expand_tasks
 from syncline.launcher.watch import ancestors
 
 LAUNCHER_VARIABLE = "SYNCLINE_LAUNCHER"
@@ -26,6 +26,7 @@ _PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_MOST_HOSTS = 100_000
 _MPI_PROGRAMS = ("hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "prterun", "prted", "orted")
 _MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "HYDI_", "PRTE_")
 
@@ -264,3 +265,50 @@ def _check(place: Placement, names: Sequence[str] = _SIGNS) -> None:
                 f"{place.num_hosts}, master port {place.master_port}.",
                 action=f"Correct {name}, or let the launcher set all of them.",
             )
+
+
+def expand_hosts(text: str) -> list[str]:
+    """'a[01-03,7]b,c' -> a01b, a02b, a03b, a7b, c. In Slurm's order, which is the order of its node numbers."""
+    found: list[str] = []
+    for name in _split(text):
+        found += _expand(name)
+        if len(found) > _MOST_HOSTS:
+            raise UsageError(f"the host list {text!r} is too long to be true.")
+    return found
+
+
+def expand_tasks(text: str) -> list[int]:
+    """'4(x2),3' -> 4, 4, 3."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise UsageError(f"the task counts {text!r} cannot be read.", action="They look like 4(x2),3.")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _split(text: str) -> list[str]:
+    """At commas outside brackets."""
+    return [name.strip() for name in re.findall(r"(?:[^,\[]|\[[^\]]*(?:\]|$))+", text) if name.strip()]
+
+
+def _expand(name: str) -> list[str]:
+    before, bracket, rest = name.partition("[")
+    if not bracket:
+        return [name]
+    inside, closing, after = rest.partition("]")
+    if not closing:
+        raise UsageError(f"the host list {name!r} has a bracket that does not close.")
+    return [before + number + end for number in _numbers(inside) for end in _expand(after)]
+
+
+def _numbers(text: str) -> list[str]:
+    found: list[str] = []
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        if not low.isdigit() or (dash and not high.isdigit()) or (dash and int(high) - int(low) > _MOST_HOSTS):
+            raise UsageError(f"the host list's [{text}] cannot be read.", action="It looks like [01-03,7].")
+        # Leading zeros belong to the name: node[08-10] is node08, node09, node10.
+        found += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+    return found

@@ -1,8 +1,7 @@
-"""Ranks on this machine, started through mpiexec, with the same contract as `local.run_ranks`.
+"""Ranks on this machine, started through mpiexec, with the same contract as `here.run_ranks`.
 
-As a program (`python -m syncline.launcher.mpi FOLDER`) it is what mpiexec starts for each rank: a supervisor, which
-starts the rank itself (see supervisor.py). What the launcher and its supervisors tell each other are files in the log
-folder.
+mpiexec starts a supervisor for each rank, which starts the rank itself (see supervisor.py). What the launcher and its
+supervisors tell each other are files in the log folder.
 """
 
 from __future__ import annotations
@@ -19,39 +18,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from syncline.errors import RankFailed, SynclineError, UsageError
 from syncline.launcher import watch
-from syncline.launcher.environment import LAUNCHER_VARIABLE, is_rank_variable, placement_from_environment
-from syncline.launcher.fork_server import base_for_sockets
-from syncline.launcher.local import (
-    check_numbers,
-    default_threads,
-    log_folder,
-    packed,
-    raise_if_interrupted,
-    signals_noted,
-    taken,
-)
-from syncline.launcher.outcome import has_finished
-from syncline.launcher.rank import Task, live, result_path
-from syncline.launcher.supervisor import (
+from syncline.launcher.adopt import is_rank_variable
+from syncline.launcher.mpi.supervisor import (
     STOP_SECONDS,
-    Supervisor,
+    TASK,
+    TERMINAL,
     ending_path,
-    fetch_terminal,
     give_terminal,
     remove_segments,
     supervisor_path,
 )
-from syncline.launcher.verdict import Ending, Patience, judge
+from syncline.launcher.outcome import Ending, Patience, has_finished, judge
+from syncline.launcher.rank_life import Task, result_path, take_result
+from syncline.launcher.starting import (
+    base_for_sockets,
+    check_numbers,
+    log_folder,
+    packed,
+    raise_if_interrupted,
+    signals_noted,
+)
+from syncline.machine import default_threads
 
 _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 1.0
-_TASK, _TERMINAL = "task", "terminal"
 
 ON_ONE_HOST = {"UCX_TLS": "sm,self", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
 """All ranks are on this machine: MPI need not open ports for others. What the user has set stays."""
@@ -85,7 +80,7 @@ def run_ranks_mpi(
             launcher=watch.identify(os.getpid()),
             leftovers=(str(own), str(folder)) if log_dir is None else (str(own),),
         )
-        (own / _TASK).write_bytes(pickle.dumps((task, sys.path)))
+        (own / TASK).write_bytes(pickle.dumps((task, sys.path)))
         (folder / "outcomes").mkdir(exist_ok=True)
         raise_if_interrupted(noted)
         job = _Job([*command, *_rank_program(own)], folder, own, workers, listener)
@@ -94,7 +89,7 @@ def run_ranks_mpi(
         results = [result_path(folder, rank) for rank in range(workers)]
         if not succeeded or not all(path.is_file() for path in results):
             raise job.failure(keeps_logs=log_dir is not None)
-        return [taken(path) for path in results]
+        return [take_result(folder, rank) for rank in range(workers)]
 
 
 def mpiexec_command(workers: int) -> list[str]:
@@ -234,7 +229,8 @@ def _environment(own: Path) -> dict[str, str]:
 
 def _rank_program(own: Path) -> list[str]:
     # -P: modules of the current folder must not hide the real ones.
-    return [sys.executable, "-P", "-m", "syncline.launcher.mpi", str(own)]
+    code = "import sys; from syncline.launcher.mpi.supervisor import main; main(sys.argv[1])"
+    return [sys.executable, "-P", "-c", code, str(own)]
 
 
 @contextlib.contextmanager
@@ -251,7 +247,7 @@ def _terminal(own: Path) -> Iterator[socket.socket]:
     """Where rank 0 asks for the launcher's stdout and stderr. The folder is closed to other users."""
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            listener.bind(str(own / _TERMINAL))
+            listener.bind(str(own / TERMINAL))
         except OSError as error:
             raise UsageError(
                 f"Ranks cannot reach the launcher through {own}: {error}.", action="Set TMPDIR to a shorter path."
@@ -272,27 +268,3 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def main(folder: str) -> None:
-    """What mpiexec starts: supervise one rank."""
-    own = Path(folder)
-    task, sys_path = pickle.loads((own / _TASK).read_bytes())
-    place = placement_from_environment()
-    if place is None:
-        raise UsageError("mpiexec gave this process no rank.")
-    rank = place.rank
-    Supervisor(task, rank, lambda: _live(task, sys_path, rank, own / _TERMINAL)).run()
-
-
-def _live(task: Task, sys_path: list[str], rank: int, terminal: Path) -> None:
-    sys.path[:] = sys_path
-    environment = {**os.environ, LAUNCHER_VARIABLE: "syncline", "OMP_NUM_THREADS": str(task.threads)}
-    live(replace(task, environment=environment, terminal=fetch_terminal(terminal) if rank == 0 else None))
-
-
-if __name__ == "__main__":
-    # By its own name: what was pickled there must be found here.
-    from syncline.launcher.mpi import main as supervise
-
-    supervise(sys.argv[1])

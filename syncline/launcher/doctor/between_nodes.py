@@ -16,7 +16,7 @@ from typing import Any
 
 from syncline.errors import UsageError
 from syncline.launcher.doctor import Finding
-from syncline.launcher.route import Route
+from syncline.launcher.nodes.route import Route
 from syncline.units import format_bit_rate
 
 _SEND_SECONDS = 0.5

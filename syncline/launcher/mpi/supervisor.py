@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -19,15 +20,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from syncline.errors import RankFailed
+from syncline.errors import RankFailed, UsageError
 from syncline.launcher import watch
-from syncline.launcher.rank import Task, Terminal, is_open
-from syncline.launcher.verdict import Ending
+from syncline.launcher.adopt import LAUNCHER_VARIABLE, placement_from_environment
+from syncline.launcher.outcome import Ending
+from syncline.launcher.rank_life import Task, Terminal, is_open, live
 from syncline.launcher.wire import receive_frame, send_frame
 
+TASK, TERMINAL = "task", "terminal"
+"""In the launcher's folder: what ranks are to do, and the socket at which rank 0 asks for the terminal."""
 STOP_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _MAPS_SECONDS = 0.1
@@ -180,3 +184,20 @@ def _end_with(supervisor: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != supervisor:
         os._exit(1)
+
+
+def main(folder: str) -> None:
+    """What mpiexec starts: supervise one rank."""
+    own = Path(folder)
+    task, sys_path = pickle.loads((own / TASK).read_bytes())
+    place = placement_from_environment()
+    if place is None:
+        raise UsageError("mpiexec gave this process no rank.")
+    rank = place.rank
+    Supervisor(task, rank, lambda: _live(task, sys_path, rank, own / TERMINAL)).run()
+
+
+def _live(task: Task, sys_path: list[str], rank: int, terminal: Path) -> None:
+    sys.path[:] = sys_path
+    environment = {**os.environ, LAUNCHER_VARIABLE: "syncline", "OMP_NUM_THREADS": str(task.threads)}
+    live(replace(task, environment=environment, terminal=fetch_terminal(terminal) if rank == 0 else None))

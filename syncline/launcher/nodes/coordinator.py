@@ -264,8 +264,7 @@ class Coordinator:
 
     def _start(self) -> None:
         # Late: node 0 loads torch while the others join.
-        from syncline.launcher.alone import make_store
-        from syncline.launcher.local import listening
+        from syncline.launcher.starting import listening, make_store
 
         address = str(self._listener.getsockname()[0])
         self._store = None

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 from syncline.errors import UsageError
 from syncline.launcher import watch
-from syncline.launcher.environment import placement_from_environment
-from syncline.launcher.machine import keep_freed_memory
+from syncline.launcher.adopt import placement_from_environment
 from syncline.launcher.outcome import OutcomeFile, output_files
 from syncline.launcher.wire import pack, unpack
+from syncline.machine import keep_freed_memory
 
 
 class Terminal:
@@ -89,6 +89,13 @@ def redirect_output(log_dir: Path, rank: int, terminal: Terminal | None) -> None
 
 def result_path(log_dir: Path, rank: int) -> Path:
     return log_dir / "outcomes" / f"rank-{rank}.result"
+
+
+def take_result(log_dir: Path, rank: int) -> Any:
+    path = result_path(log_dir, rank)
+    result = unpack(path.read_bytes())
+    path.unlink()
+    return result
 
 
 def _run(task: Task, rank: int) -> None:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from syncline.errors import SynclineError, UsageError
-from syncline.launcher.local import cores
-from syncline.launcher.machine import STRONG_MEMORY_ORDER, available_bytes
+from syncline.machine import STRONG_MEMORY_ORDER, available_bytes, cores
 from syncline.units import format_bytes
 
 ENOUGH_MEMORY_BYTES = 2e9

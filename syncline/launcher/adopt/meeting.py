@@ -11,9 +11,9 @@ import zlib
 from dataclasses import dataclass
 
 from syncline.errors import UsageError
-from syncline.launcher.environment import Placement
-from syncline.launcher.local import LOOPBACK, listening
-from syncline.launcher.route import interface_of, local_address
+from syncline.launcher.adopt import Placement
+from syncline.launcher.nodes.route import interface_of, local_address
+from syncline.launcher.starting import LOOPBACK, listening
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 """Below the ports that systems give to outgoing connections."""

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import time
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import connection
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from syncline.errors import SynclineError, UsageError
-from syncline.launcher.environment import Placement, torchrun_variables
-from syncline.launcher.fork_server import main_module_hidden
-from syncline.launcher.outcome import forget_outcomes, output_files
-from syncline.launcher.rank import Task, live
-from syncline.launcher.verdict import Ending, Patience, is_echo, judge
+from syncline.launcher import watch
+from syncline.launcher.adopt import Placement, is_rank_variable, torchrun_variables
+from syncline.launcher.here.fork_server import main_module_hidden
+from syncline.launcher.outcome import Ending, Patience, forget_outcomes, is_echo, judge, output_files
+from syncline.launcher.rank_life import Task, Terminal, live, take_result
+from syncline.launcher.starting import raise_if_interrupted
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -65,6 +71,45 @@ class Director(Protocol):
 
     def all_finished(self) -> bool:
         """Asked again and again once the ranks of this host have succeeded: whether all hosts' have."""
+
+
+def make_task(payload: bytes, threads: int, folder: Path, *, temporary: bool, environment: Mapping[str, str]) -> Task:
+    """What each rank is sent. `environment` holds what the user may overrule, such as the interface for Gloo, which
+    would otherwise bind to whatever address the hostname resolves to."""
+    return Task(
+        payload=payload,
+        environment={
+            **environment,
+            **{name: text for name, text in os.environ.items() if not is_rank_variable(name)},
+            "OMP_NUM_THREADS": str(threads),
+        },
+        threads=threads,
+        log_dir=str(folder),
+        launcher=watch.identify(os.getpid()),
+        leftovers=(get_temp_dir(), str(folder)) if temporary else (get_temp_dir(),),
+        terminal=Terminal(),
+    )
+
+
+def run_task(task: Task, place: Place, director: Director, noted: list[int], max_restarts: int) -> list[Any]:
+    """This host's ranks to their end: their results."""
+    raise_if_interrupted(noted)
+    ranks = HostRanks(task, place, director, run_id=uuid.uuid4().hex[:12], max_restarts=max_restarts)
+    # A thread of its own: the main thread then only notes signals, and none of them can interrupt this between
+    # starting a rank and remembering that it did.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="syncline-ranks") as pool:
+        error = pool.submit(ranks.run).result()
+    raise_if_interrupted(noted)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            error = None  # or this frame and the error would keep each other, and all that is open, alive
+    return [take_result(Path(task.log_dir), rank) for rank in place.ranks]
+
+
+def restart_line(error: SynclineError, number: int, max_restarts: int) -> str:
+    return f"syncline: {error} All ranks start again from the last checkpoint, restart {number} of {max_restarts}."
 
 
 @dataclass

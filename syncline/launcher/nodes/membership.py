@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.errors import HostError, SynclineError, UsageError
-from syncline.launcher.alone import restart_line
-from syncline.launcher.connect import connect
-from syncline.launcher.coordinator import BEAT_SECONDS, Coordinator, Limits
-from syncline.launcher.host_ranks import Attempt
-from syncline.launcher.local import signal_words
-from syncline.launcher.route import Route
+from syncline.launcher.here.host_ranks import Attempt, restart_line
+from syncline.launcher.nodes.coordinator import BEAT_SECONDS, Coordinator, Limits
+from syncline.launcher.nodes.route import Route, connect
+from syncline.launcher.starting import signal_words
 from syncline.launcher.wire import Connection, Message, NotAFrame, describe, restore
 
 _LOOK_SECONDS = 0.1

@@ -1,9 +1,10 @@
-"""What machines and C libraries differ in."""
+"""This machine: its cores, memory, processor and C library, read in one place."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from pathlib import Path
 
 _M_TRIM_THRESHOLD = -1  # as in malloc.h
@@ -31,3 +32,25 @@ def available_bytes(table: Path = Path("/proc/meminfo"), group: Path = Path("/sy
     if limit.exists() and (text := limit.read_text().strip()) != "max":
         available = min(available, max(0.0, float(text) - float((group / "memory.current").read_text())))
     return available
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def default_threads(workers: int) -> int:
+    """Threads per worker that fill the cores without sharing any."""
+    return max(1, cores() // workers)
+
+
+def oversubscription(workers: int, threads: int) -> str | None:
+    """A sentence for the user if the workers' threads outnumber the cores, else None."""
+    if workers * threads <= cores():
+        return None
+    return (
+        f"Warning: {workers} worker{'s' if workers > 1 else ''} x {threads} thread{'s' if threads > 1 else ''} "
+        f"share {cores()} core{'s' if cores() > 1 else ''}: times will be longer than on a machine with enough."
+    )
