@@ -139,7 +139,7 @@ class Plan(Section):
     hosts: int = Field(1, ge=1)
     """Hosts that the workers are spread over in equal parts, in rank order; emulated unless started with --nodes."""
     link: str | None = None
-    """Rate of each emulated host's link, e.g. 1gbit; one for all, or one for each host with commas between."""
+    """Rate of each emulated host's link, e.g. 1gbit; one for all hosts, or a comma-separated list of one each."""
     threads: int | None = Field(None, ge=1)
     """Compute threads per worker; cores / workers if absent."""
     global_batch: int = Field(256, ge=1)
@@ -230,9 +230,7 @@ class Plan(Section):
             raise ValueError("steps and epochs contradict each other: give one of them.")
         self._method_fits()
         if self.options.transfer_dtype is not None and self.options.collective == "native":
-            raise ValueError(
-                "options.transfer_dtype needs a collective of our own: leave native out, or take direct."
-            )
+            raise ValueError("options.transfer_dtype needs a collective of our own: leave native out, or use direct.")
         if self.image_size is not None and self.data == "cifar10":
             raise ValueError("image_size cannot be chosen with data cifar10: its images are 32x32.")
         if self.workers % self.hosts:
@@ -261,7 +259,7 @@ class Plan(Section):
         if self.data in IN_FILES and self.data_dir is None:
             raise ValueError(f"data {self.data} needs data_dir (--data-dir): the folder that holds the images.")
         if self.backend == "nccl" and self.device == "cpu":
-            raise ValueError("backend nccl needs device cuda: take gloo, or device cuda.")
+            raise ValueError("backend nccl needs device cuda: choose gloo, or device cuda.")
         self._nothing_is_learnt_in_replay()
         return self
 
@@ -300,7 +298,7 @@ class Plan(Section):
                 f"compute {self.compute!r} has no parts and no batch norm: drop accumulate and batch_norm."
             )
         if self.device != "cpu":
-            raise ValueError("replayed compute sleeps on the cpu: take device cpu.")
+            raise ValueError("replayed compute sleeps on the cpu: choose device cpu.")
 
     @property
     def replayed(self) -> bool:
@@ -327,10 +325,10 @@ class Plan(Section):
 
     def replace(self, **changes: Any) -> Plan:
         """A new, checked plan with some keys changed. Another recipe brings its own optimiser settings."""
-        kept = self.model_dump(exclude_none=True)
+        values = self.model_dump(exclude_none=True)
         if changes.get("recipe", self.recipe) != self.recipe:
-            del kept["optimizer"]
-        return parse_plan({**kept, **changes})
+            del values["optimizer"]
+        return parse_plan({**values, **changes})
 
     def threads_of(self, rank: int) -> int:
         """Compute threads of a rank: as many as the others', but for one that is slowed down on purpose."""
@@ -359,9 +357,9 @@ def load_plan(path: Path | None, overrides: Mapping[str, Any]) -> Plan:
     """The plan of a user's TOML file (or the defaults), with `overrides` on top; None there means 'not given'."""
     values = _read_toml(path) if path is not None else {}
     given = {key: value for key, value in overrides.items() if value is not None}
-    for one, other in (("steps", "epochs"), ("epochs", "steps")):
-        if one in given and other not in given:
-            values.pop(other, None)  # a flag for the one length replaces the other length of the file
+    for length, other in (("steps", "epochs"), ("epochs", "steps")):
+        if length in given and other not in given:
+            values.pop(other, None)  # a flag for one length replaces the other length in the file
     merged = _merge(values, given)
     if isinstance(merged.get("method"), str):
         merged["method"] = current_name(merged["method"], typed=True)

@@ -9,6 +9,7 @@ out a result rounds its own copy too, so that all ranks end with the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,9 +42,9 @@ def rank_rounds(schedule: Schedule, rank: int, num_elements: int) -> tuple[RankR
     for transfers in schedule.rounds:
         sends = [(t.target, *bounds[t.chunk], t.op) for t in transfers if t.source == rank]
         receives = [(t.source, *bounds[t.chunk], t.op) for t in transfers if t.target == rank]
-        one = RankRound(_merged(sends), _merged(receives))
-        if one.sends or one.receives:
-            rounds.append(one)
+        messages = RankRound(_merged(sends), _merged(receives))
+        if messages.sends or messages.receives:
+            rounds.append(messages)
     return tuple(rounds)
 
 
@@ -81,11 +82,10 @@ class Executor:
         self.communicator.run(operation, lambda backend: self._run(backend, buffer))
 
     def _run(self, backend: Communicator, buffer: Tensor) -> None:
-        for one in self._rounds[buffer.numel()]:
-            landing = self._landing(one, buffer)
-            pairs = list(zip(one.receives, landing, strict=True))
+        for messages in self._rounds[buffer.numel()]:
+            pairs = list(zip(messages.receives, self._landing(messages.receives, buffer), strict=True))
             receives = [backend.receive(into, message.peer) for message, into in pairs]
-            sends = [backend.send(self._outgoing(message, buffer), message.peer) for message in one.sends]
+            sends = [backend.send(self._outgoing(message, buffer), message.peer) for message in messages.sends]
             for (message, landed), work in zip(pairs, receives, strict=True):
                 work.wait()
                 part = buffer[message.start : message.stop]
@@ -105,14 +105,14 @@ class Executor:
             part.copy_(rounded)
         return rounded
 
-    def _landing(self, one: RankRound, buffer: Tensor) -> list[Tensor]:
+    def _landing(self, receives: Sequence[Message], buffer: Tensor) -> list[Tensor]:
         """Where each message arrives: in place if it replaces, else in scratch memory."""
         dtype = self.wire_dtype or buffer.dtype
         in_place = self.wire_dtype is None
-        needed = sum(m.stop - m.start for m in one.receives if m.op == "add" or not in_place)
+        needed = sum(m.stop - m.start for m in receives if m.op == "add" or not in_place)
         scratch = self._scratch_of(needed, dtype, buffer.device)
         landing, used = [], 0
-        for message in one.receives:
+        for message in receives:
             if message.op == "copy" and in_place:
                 landing.append(buffer[message.start : message.stop])
             else:

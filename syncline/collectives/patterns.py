@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import permutations
 
 from syncline.collectives.schedule import Op, Round, Schedule, Transfer
 
@@ -29,7 +30,7 @@ def root(world_size: int) -> Schedule:
 
 def direct(world_size: int) -> Schedule:
     """Rank r sums chunk r: everyone sends it that chunk, and it sends the sum back. All links carry at once."""
-    pairs = [(one, other) for one in range(world_size) for other in range(world_size) if one != other]
+    pairs = list(permutations(range(world_size), 2))
     rounds: list[Round] = [
         tuple(Transfer(source, owner, owner, "add") for source, owner in pairs),
         tuple(Transfer(owner, target, owner, "copy") for owner, target in pairs),
@@ -73,17 +74,17 @@ def halving_doubling(world_size: int) -> Schedule:
     unfold = tuple(Transfer(partner, rank, chunk, "copy") for rank, partner, chunk in extra)
     distances = [core >> shift for shift in range(1, core.bit_length())]
     halving: list[Round] = [
-        tuple(Transfer(rank, rank ^ distance, chunk, "add") for rank, chunk in _halves(core, distance, kept=False))
+        tuple(Transfer(rank, rank ^ distance, chunk, "add") for rank, chunk in _halves(core, distance, keeps=False))
         for distance in distances
     ]
     doubling: list[Round] = [
-        tuple(Transfer(rank, rank ^ distance, chunk, "copy") for rank, chunk in _halves(core, distance, kept=True))
+        tuple(Transfer(rank, rank ^ distance, chunk, "copy") for rank, chunk in _halves(core, distance, keeps=True))
         for distance in reversed(distances)
     ]
     return _schedule("halving-doubling", world_size, core, [fold, *halving, *doubling, unfold])
 
 
-def _halves(core: int, distance: int, *, kept: bool) -> list[tuple[int, int]]:
+def _halves(core: int, distance: int, *, keeps: bool) -> list[tuple[int, int]]:
     """(rank, chunk): the half of its 2 x distance chunks that each rank keeps, or gives away, at this distance.
 
     A rank's chunks at this stage are those that agree with its number above the distance bit.
@@ -92,13 +93,13 @@ def _halves(core: int, distance: int, *, kept: bool) -> list[tuple[int, int]]:
         (rank, chunk)
         for rank in range(core)
         for chunk in range(core)
-        if (rank ^ chunk) // (2 * distance) == 0 and ((rank ^ chunk) & distance == 0) == kept
+        if (rank ^ chunk) // (2 * distance) == 0 and ((rank ^ chunk) & distance == 0) == keeps
     ]
 
 
 def _schedule(name: str, world_size: int, num_chunks: int, rounds: list[Round]) -> Schedule:
     """Rounds in which nothing moves are left out: one rank alone has none."""
-    return Schedule(name, world_size, num_chunks, tuple(one for one in rounds if one))
+    return Schedule(name, world_size, num_chunks, tuple(transfers for transfers in rounds if transfers))
 
 
 PATTERNS: dict[str, Callable[[int], Schedule]] = {

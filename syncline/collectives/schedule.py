@@ -35,7 +35,7 @@ class Schedule:
 
     def chunks_sent(self, rank: int) -> int:
         """Chunks that a rank sends in all; times the bytes of a chunk, what its link carries."""
-        return sum(transfer.source == rank for one in self.rounds for transfer in one)
+        return sum(transfer.source == rank for transfers in self.rounds for transfer in transfers)
 
 
 def chunk_bounds(num_elements: int, num_chunks: int) -> list[tuple[int, int]]:

@@ -44,9 +44,14 @@ class Checked(Wrapper):
         self.deadline_s = deadline_s
         self._scope = ""
         self._counts: dict[str, int] = {}
+        """Calls so far in this scope, by channel: what makes 'call 3 of gradients' the same call on every rank."""
         self._visits: dict[tuple[str, str, int], int] = {}
+        """How often each call was reached, so that keys of an earlier step never answer for this one."""
         self._seen: set[tuple[object, ...]] = set()
+        """Signatures that were compared at their call. A rank that changes one compares again, and finds the others
+        stalled in the old one."""
         self._unposted: deque[_CheckedWork] = deque()
+        """Receives not compared yet. To compare at once would wait for a sender that may be waiting for our send."""
         self._stalls = StallBoard(inner.store, inner.rank)
 
     @contextmanager
@@ -92,7 +97,8 @@ class Checked(Wrapper):
         super().close()
 
     def finish(self, work: _CheckedWork) -> None:
-        """Wait for an operation. Receives that are new are compared and posted first, in the order of the calls."""
+        """Wait for an operation. Receives that are new are compared and posted first, in the order of the calls,
+        whichever is waited for: messages between two ranks arrive in that order."""
         while self._unposted:
             receive = self._unposted.popleft()
             assert receive.operation.peer is not None
@@ -137,42 +143,45 @@ class Checked(Wrapper):
 
     def _compare(self, operation: Operation, place: Place, ranks: Sequence[int]) -> None:
         self._stalls.enter(place, lambda: _signature(operation))
-        found = self._collect(operation, place, ranks)
+        calls = self._collect(operation, place, ranks)
         self._stalls.leave()
-        if len(set(found.values())) > 1:
-            calls = "; ".join(f"rank {rank} calls {text}" for rank, text in sorted(found.items()))
+        if len(set(calls.values())) > 1:
+            who = "; ".join(f"rank {rank} calls {call}" for rank, call in sorted(calls.items()))
             raise ContractError(
-                f"ranks disagree at {self._describe(place)}: {calls}.",
+                f"ranks disagree at {self._describe(place)}: {who}.",
                 action="Every rank must make the same calls with the same shapes, strides and dtypes.",
                 rank=self.rank,
                 step=self._step(),
             )
 
     def _collect(self, operation: Operation, place: Place, ranks: Sequence[int]) -> dict[int, str]:
-        """What each rank calls here; for a rank that is stalled elsewhere, what it calls there."""
-        found: dict[int, str] = {}
+        """What each rank calls here; for a rank that is stalled elsewhere, what it calls there.
+
+        A rank stalls elsewhere if it waits for us in another call: without this, both would sit out the deadline.
+        """
+        calls: dict[int, str] = {}
         suspects: dict[int, tuple[Stall, float]] = {}
         end = time.monotonic() + self.deadline_s
         pause_s = SHORTEST_PAUSE_S
         # Asked again and again, because a wait on the store that times out makes torch print a warning.
-        while missing := [rank for rank in ranks if not self._has_answered(rank, place, found)]:
+        while missing := [rank for rank in ranks if not self._has_answered(rank, place, calls)]:
             for rank in missing:
-                self._suspect(rank, place, suspects, found)
-            still_missing = [rank for rank in missing if rank not in found]
+                self._suspect(rank, place, suspects, calls)
+            still_missing = [rank for rank in missing if rank not in calls]
             if still_missing and time.monotonic() > end:
                 raise self._overdue(operation, place, still_missing)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        return found
+        return calls
 
-    def _has_answered(self, rank: int, place: Place, found: dict[int, str]) -> bool:
+    def _has_answered(self, rank: int, place: Place, calls: dict[int, str]) -> bool:
         key = _key(place, rank)
-        if rank not in found and self.store.check([key]):
-            found[rank] = self.store.get(key).decode()
-        return rank in found
+        if rank not in calls and self.store.check([key]):
+            calls[rank] = self.store.get(key).decode()
+        return rank in calls
 
     def _suspect(
-        self, rank: int, place: Place, suspects: dict[int, tuple[Stall, float]], found: dict[int, str]
+        self, rank: int, place: Place, suspects: dict[int, tuple[Stall, float]], calls: dict[int, str]
     ) -> None:
         stall = self._stalls.of(rank)
         if stall is None:
@@ -181,7 +190,7 @@ class Checked(Wrapper):
             suspects[rank] = (stall, time.monotonic())
         elif time.monotonic() - suspects[rank][1] > SURE_AFTER_S:
             where = "as in earlier steps" if stall.place == place else f"at {stall.place}"
-            found[rank] = f"{stall.signature} {where}"
+            calls[rank] = f"{stall.signature} {where}"
 
     def _located(self, error: CommunicationError, operation: Operation, place: Place) -> CommunicationError:
         """The error from below with rank, step, method, operation, tensor and the missing ranks."""

@@ -39,12 +39,12 @@ def note_clock(
         log.add("clock", offset=offset_ns, interval=interval_ns, at=now(), rounds=ROUNDS)
 
 
-def _ranks_with_another_clock(communicator: Communicator, identity: str) -> list[int]:
-    number = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:7], "big")
+def _ranks_with_another_clock(communicator: Communicator, clock: str) -> list[int]:
+    number = int.from_bytes(hashlib.sha256(clock.encode()).digest()[:7], "big")
     with communicator.scope("clock identity"):
         own = torch.tensor([number], device=communicator.device)
-        found = [int(one.item()) for one in communicator.all_gather(own, label="clock identity")]
-    return [rank for rank, one in enumerate(found) if one != found[0]]
+        identities = [int(part.item()) for part in communicator.all_gather(own, label="clock identity")]
+    return [rank for rank, identity in enumerate(identities) if identity != identities[0]]
 
 
 def _ask(communicator: Communicator, now: Now) -> tuple[int, int]:

@@ -102,7 +102,7 @@ class MpiCommunicator(Communicator):
         if dtype not in SUMMED:
             raise CommunicationError(
                 f"MPI cannot add up {str(dtype).removeprefix('torch.')}.",
-                action='Take a collective that adds up by itself, such as options.collective = "ring".',
+                action='Use a collective that adds up by itself, such as options.collective = "ring".',
             )
         values = flat(operation.tensor).numpy()
         request = self.handle.Iallreduce(MPI.IN_PLACE, [values, getattr(MPI, SUMMED[dtype])], MPI.SUM)
@@ -261,7 +261,7 @@ def _initialised() -> tuple[Any, bool]:
         raise PlanError(
             "method mpi sends from several threads, which this MPI library does not allow "
             f"({MPI.Get_library_version().splitlines()[0]}).",
-            action="Take a library built with MPI_THREAD_MULTIPLE, or initialise mpi4py with it.",
+            action="Use a library built with MPI_THREAD_MULTIPLE, or initialise mpi4py with it.",
         )
     return MPI, owned
 

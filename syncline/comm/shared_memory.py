@@ -41,7 +41,7 @@ def check_one_host(communicator: Communicator) -> None:
         if identity != identities[0]:
             raise PlanError(
                 f"ranks 0 and {rank} are not on one host, and shared memory reaches no further.",
-                action="Take method bucketed.",
+                action="Use method bucketed.",
                 rank=communicator.rank,
             )
 
@@ -50,7 +50,7 @@ def _check_memory_order() -> None:
     if platform.machine() not in STRONG_MEMORY_ORDER:
         raise PlanError(
             f"shared memory relies on the memory order of x86; this is {platform.machine()}.",
-            action="Take method bucketed.",
+            action="Use method bucketed.",
         )
 
 
@@ -65,7 +65,7 @@ def ranks_by_host(communicator: Communicator) -> list[list[int]]:
         if apart:
             raise PlanError(
                 f"ranks {ranks[0]} and {apart[0]} were said to be on one host ({host}), but share no memory.",
-                action="Take method bucketed.",
+                action="Use method bucketed.",
                 rank=communicator.rank,
             )
     if len(hosts) < len(identities):
@@ -126,7 +126,7 @@ class Segment:
             if problem.item():
                 raise CommunicationError(
                     f"cannot allocate {size / 1e6:.0f} MB of shared memory: {os.strerror(int(problem.item()))}.",
-                    action="Free memory, take fewer workers, or method bucketed.",
+                    action="Free memory, or use fewer workers or method bucketed.",
                     rank=self.rank,
                 )
             if self.rank == 0:

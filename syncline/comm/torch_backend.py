@@ -65,18 +65,18 @@ class TorchCommunicator(Communicator):
         whole = len(ranks) == dist.get_world_size()
         made, own = None, None
         for group in groups:
-            member = self.rank in group
-            if whole or member:
-                members = [ranks[one] for one in group]
-                found = dist.new_group(
+            is_ours = self.rank in group
+            if whole or is_ours:
+                members = [ranks[member] for member in group]
+                new = dist.new_group(
                     members, self.deadline, dist.get_backend(self.group), use_local_synchronization=not whole
                 )
-                made, own = (found, list(group)) if member else (made, own)
+                made, own = (new, list(group)) if is_ours else (made, own)
         if made is None or own is None:
             return None
         store = dist.PrefixStore(f"{name}#{self._splits}/{own[0]}", self.store)
         part = TorchCommunicator(made, store, owned=whole, deadline=self.deadline, host_index=self.host_index)
-        part._ranks = [self.ranks[one] for one in own]
+        part._ranks = [self.ranks[member] for member in own]
         return part
 
     @property

@@ -60,7 +60,7 @@ def refuse_shared_channel(communicator: Communicator, channel: Communicator) -> 
         raise PlanError(
             "statistics over all ranks' batches need a channel beside that of gradients sent during backward, "
             "and torch gives a subgroup only one.",
-            action="Take method all-reduce or shared-memory, or the whole world.",
+            action="Use method all-reduce or shared-memory, or the whole world.",
         )
 
 
@@ -247,7 +247,7 @@ def _refuse_what_is_more_than_batch_norm(layer: _BatchNorm, label: str) -> None:
     if kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
         raise PlanError(
             f"layer {label} is a {kind.__name__} with a forward of its own, which cannot be synchronised.",
-            action='Take batch_norm = "local" or "broadcast".',
+            action='Use batch_norm = "local" or "broadcast".',
         )
 
 

@@ -3,6 +3,10 @@
 One thread per rank sends, on channels of its own: buckets start in bucket order on all ranks, several are in flight,
 and a collective of many rounds holds up nothing but the next bucket. After the first step the buckets are laid out
 anew in the order in which gradients really became ready, as rank 0 saw it.
+
+Two threads touch a bucket, and never at the same time. Backward fills it and hands it over through a queue; from then
+on it belongs to the sender, until `collect` and `wait` have given it back to the thread that calls `finish`. Backward
+does not send by itself, because it would stand still in every round of a ring.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ class Bucketed(FlatSync):
         if transfer_dtype is not None and collective == "native":
             raise PlanError(
                 "a native all-reduce cannot send 16-bit values and sum them in 32 bits.",
-                action='Take collective "direct", or leave transfer_dtype out.',
+                action='Use collective "direct", or leave transfer_dtype out.',
             )
         self._overlap = overlap
         self._hook: tuple[object, CommHook] | None = None
@@ -107,7 +111,7 @@ class Bucketed(FlatSync):
 
     def _send(self, number: int) -> None:
         bucket = self.layout.buckets[number]
-        ready_ns = max(self._ready[one] for one in bucket.parameters)
+        ready_ns = max(self._ready[parameter] for parameter in bucket.parameters)
         values = self._range(bucket)
         if self._hook is None:
             self._sender.send(number, values, ready_ns)
@@ -135,15 +139,19 @@ class Bucketed(FlatSync):
         return self._buffers[bucket.group][bucket.start : bucket.stop]
 
     def _rebuild(self, seen: list[int]) -> None:
-        """Rank 0's order on every rank. Ranks saw the same parameters, or an error is on its way."""
+        """Rank 0's order on every rank. Ranks saw the same parameters, or an error is on its way.
+
+        Each rank's own order would not do: a bucket must hold the same gradients everywhere.
+        """
         order = torch.tensor(seen, device=self.communicator.device)
         with self.communicator.scope("bucket order"):
             self.communicator.broadcast(order, label="bucket order")
         self._lay_out_anew(order.tolist())
 
     def _lay_out_anew(self, order: list[int]) -> None:
+        # Cloned before the buffers that they lie in are replaced: `finish` has not looked at flags and means yet.
         # Where there is no gradient the view counts: it may hold the mean of what other ranks have.
-        kept = [
+        means = [
             (view if parameter.grad is None else parameter.grad).clone()
             for parameter, view in zip(self._parameters, self._views, strict=True)
         ]
@@ -153,7 +161,7 @@ class Bucketed(FlatSync):
         self._order, self._rebuilt, self._ready = order, True, ready
         for group, part in flags.items():
             self._buffers[group][self._num_gradients[group] :] = part
-        for parameter, view, gradient in zip(self._parameters, self._views, kept, strict=True):
+        for parameter, view, gradient in zip(self._parameters, self._views, means, strict=True):
             view.copy_(gradient)
             if parameter.grad is not None:
                 parameter.grad = view
@@ -161,6 +169,8 @@ class Bucketed(FlatSync):
 
 @dataclass(frozen=True)
 class _Task:
+    """A bucket on its way from backward to the sender."""
+
     number: int
     values: Tensor
     ready_ns: int
@@ -169,7 +179,9 @@ class _Task:
 
 
 class _Sender:
-    """The communication thread. Errors in it are raised by `collect`."""
+    """The communication thread. It starts operations and waits for none but our own schedules, so that native ones
+    overlap each other too. For each task it puts exactly one answer into `_started`, in order; an error is an answer,
+    which `collect` raises where the user's own code runs."""
 
     def __init__(self, channels: list[Communicator], collective: Collective, wire_dtype: torch.dtype | None) -> None:
         self._channels = channels
@@ -184,6 +196,7 @@ class _Sender:
     def send(self, number: int, values: Tensor, ready_ns: int, before: Callable[[], None] | None = None) -> None:
         """Sum `values` over ranks; `before` runs first, in the sending thread."""
         if self._thread is None:
+            # A daemon: a rank that fails while a bucket hangs must be able to end.
             self._thread = threading.Thread(target=self._run, name="syncline-buckets", daemon=True)
             self._thread.start()
         self._tasks.put(_Task(number, values, ready_ns, before, _mark_stream(values)))
@@ -222,6 +235,7 @@ class _Sender:
             task.event.wait()
         if task.before is not None:
             task.before()
+        # By number and not by who is free: ranks must put a bucket on the same channel.
         which = task.number % len(self._channels)
         label = f"bucket {task.number}"
         with self._channels[which].scope(label):
@@ -235,6 +249,8 @@ class _Sender:
 
 
 class _Done:
+    """A schedule has run to its end in the sender; nothing is left to wait for."""
+
     def wait(self) -> None:
         pass
 

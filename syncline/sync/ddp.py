@@ -73,7 +73,7 @@ class DDP(GradientSync):
     def buffer_bytes(self) -> int:
         """Its buckets hold every gradient once more."""
         assert self._module is not None, "attach a model first"
-        return sum(one.nbytes for one in self._module.parameters() if one.requires_grad)
+        return sum(parameter.nbytes for parameter in self._module.parameters() if parameter.requires_grad)
 
     def finish(self) -> None:
         """DDP ends its transfers inside backward."""

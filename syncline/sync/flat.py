@@ -3,6 +3,11 @@
 After backward every `.grad` is a view of its place in the buffer, so averaging the buffer averages the gradients, and
 nothing is copied back. `zero_grad(set_to_none=True)` drops the view; the next backward then makes a fresh gradient,
 which is copied into its place as soon as it is ready: the only copy.
+
+Ranks must learn, without a message of its own, that some rank has no gradient for a parameter (see layout.py). Its
+place is filled with zeros and its flag with a 1; the flags are summed like gradients, so that a sum above 0 anywhere
+sends all ranks, and only then, into one more exchange that says which rank misses what. No sum makes a flag 0 again:
+flags are added, then divided at most.
 """
 
 from __future__ import annotations
@@ -22,8 +27,8 @@ from syncline.sync.base import GradientSync, broadcast_state
 from syncline.sync.layout import MB, Group, Layout, Size, plan_layout
 
 FIRST_BUCKET_MB = 1.0
-_IDLE = 2
-"""Of a rank without a batch, in place of whether it uses a parameter."""
+USED, UNUSED, IDLE = 0, 1, 2
+"""What a rank says of a parameter; a rank without a batch says neither used nor unused."""
 
 
 class FlatSync(GradientSync):
@@ -45,6 +50,7 @@ class FlatSync(GradientSync):
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
         self._under_way = False
+        """A forward or a gradient was seen since the last finish: until then finish has nothing to do."""
         self._idle = False
         self._pack_start_ns = self._pack_end_ns = self._pack_busy_ns = 0
         self.layout = Layout((), (), {})
@@ -129,11 +135,11 @@ class FlatSync(GradientSync):
     def describe(self) -> str:
         """The bucket map: one line a bucket, in the order in which they are sent."""
         lines = []
-        for number, bucket in enumerate(self.layout.buckets):
+        for position, bucket in enumerate(self.layout.buckets):
             size = (bucket.stop - bucket.start) * self._buffers[bucket.group].element_size()
-            inside = [one for one in bucket.parameters if self.layout.slots[one].stop > bucket.start]
+            inside = [number for number in bucket.parameters if self.layout.slots[number].stop > bucket.start]
             ends = f"{self._names[inside[0]]} … {self._names[inside[-1]]}" if inside else "no elements"
-            lines.append(f"bucket {number}: {size / MB:.2f} MB, {len(inside)} parameters, {ends}")
+            lines.append(f"bucket {position}: {size / MB:.2f} MB, {len(inside)} parameters, {ends}")
         return "\n".join(lines)
 
     # How a step goes.
@@ -142,6 +148,7 @@ class FlatSync(GradientSync):
         sizes = [Size(p.numel(), p.element_size(), (p.dtype, p.device)) for p in self._parameters]
         self.layout = plan_layout(sizes, order, **self._caps)
         self._buffers = self.allocate(self.layout)
+        # Where the flags begin in each buffer.
         self._num_gradients = {
             group: min(slot.flag for slot in self.layout.slots if slot.group == group)
             for group in self.layout.lengths
@@ -162,6 +169,8 @@ class FlatSync(GradientSync):
 
     def _begin_step(self) -> None:
         self._under_way = False
+        # When each parameter became ready, in that order; for each bucket, how many it still waits for; and how many
+        # buckets were handed on.
         self._ready: dict[int, int] = {}
         self._missing = [len(bucket.parameters) for bucket in self.layout.buckets]
         self._announced = 0
@@ -248,21 +257,21 @@ class FlatSync(GradientSync):
         self._note_ready(number, start_ns)
 
     def _settle_unused(self) -> None:
-        """A flag that is set on any rank is set in the sum, so all ranks come here together."""
+        """A flag that is set on any rank is set in the sum, so either all ranks leave here or all go on."""
         flags = [buffer[self._num_gradients[group] :] for group, buffer in self._buffers.items()]
         if not any(bool(part.any()) for part in flags):
             return
         for part in flags:
-            part.zero_()
-        marks = [_IDLE if self._idle else int(parameter.grad is None) for parameter in self._parameters]
+            part.zero_()  # nothing else writes a 0 there before the next step
+        marks = [IDLE if self._idle else int(parameter.grad is None) for parameter in self._parameters]
         own = torch.tensor(marks, dtype=torch.uint8)
         with self.communicator.scope("unused parameters"):
             by_rank = self.communicator.all_gather(own.to(self.communicator.device), label="unused parameters")
-        for number, by_rank_of_one in enumerate(torch.stack(by_rank).T.tolist()):
-            unused = [rank for rank, mark in enumerate(by_rank_of_one) if mark == 1]
+        for number, answers in enumerate(torch.stack(by_rank).T.tolist()):
+            unused = [rank for rank, answer in enumerate(answers) if answer == UNUSED]
             if not unused:
                 continue
-            if 0 in by_rank_of_one:
+            if USED in answers:
                 self._settle_partly_unused(number, unused)
             else:
                 self._parameters[number].grad = None  # nobody who has a batch uses it

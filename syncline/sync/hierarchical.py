@@ -59,7 +59,7 @@ class Hierarchical(Bucketed):
         return [ThreadCommunicator(ThreadWorld(1), 0)]
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        raise PlanError("method hierarchical has no place for a communication hook.", action="Take method bucketed.")
+        raise PlanError("method hierarchical has no place for a communication hook.", action="Use method bucketed.")
 
     def allocate(self, layout: Layout) -> dict[Group, Tensor]:
         """Every rank's buffers in one segment a host. Two barriers: the thread that sends and the one that waits are
@@ -70,7 +70,7 @@ class Hierarchical(Bucketed):
         self._arrived = Barrier(Segment(self._here, 0), self._here)
         self._leader_row = {group: row[0] for group, row in rows.items()}
         self._slices = [
-            cut_slice([one[bucket.start : bucket.stop] for one in rows[bucket.group]], self._here.rank)
+            cut_slice([buffer[bucket.start : bucket.stop] for buffer in rows[bucket.group]], self._here.rank)
             for bucket in layout.buckets
         ]
         self._sum_start_ns = [0] * len(layout.buckets)
@@ -107,7 +107,7 @@ class Hierarchical(Bucketed):
 
     def _send(self, number: int) -> None:
         bucket = self.layout.buckets[number]
-        ready_ns = max(self._ready[one] for one in bucket.parameters)
+        ready_ns = max(self._ready[parameter] for parameter in bucket.parameters)
         values = self._total(bucket) if self._sends else torch.empty(0)
         self._sender.send(number, values, ready_ns, lambda: self._sum_on_this_host(number))
 
@@ -127,7 +127,7 @@ class Hierarchical(Bucketed):
     def _note(self, number: int, bucket: Bucket) -> None:
         """Of a rank that sends nothing; what a leader sends is in the log already."""
         if not self._sends and not self.log.off:
-            ready_ns = max(self._ready[one] for one in bucket.parameters)
+            ready_ns = max(self._ready[parameter] for parameter in bucket.parameters)
             values = self._range(bucket)
             self.log.add(
                 "collective", name="shared_memory", label=f"bucket {number}",

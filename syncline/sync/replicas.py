@@ -79,7 +79,7 @@ class Replicas(nn.Module):
 
     def backward_in_threads(self, heads: list[tuple[Tensor, ...]], gradients: tuple[Tensor, ...]) -> None:
         """Every replica's backward at once, then the sum of their gradients on the master."""
-        sizes = [len(one[0]) for one in heads]
+        sizes = [len(outputs[0]) for outputs in heads]
         cut = list(zip(*(gradient.split(sizes) for gradient in gradients), strict=True))
         self._in_threads(lambda pair: torch.autograd.backward(pair[0], pair[1]), zip(heads, cut, strict=True))
         for replica in self._copies[1 : len(heads)]:
@@ -105,7 +105,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, replicas: Replicas, heads: list[tuple[Tensor, ...]], anchor: Tensor) -> tuple[Tensor, ...]:
         ctx.replicas, ctx.heads = replicas, heads
-        return tuple(torch.cat([one[number].detach() for one in heads]) for number in range(len(heads[0])))
+        return tuple(torch.cat([outputs[number].detach() for outputs in heads]) for number in range(len(heads[0])))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
@@ -115,7 +115,7 @@ class _Gathered(torch.autograd.Function):
 
 def _sharing_parameters(model: nn.Module) -> nn.Module:
     """A copy whose parameters are the master's own memory, with gradients of their own."""
-    memo = {id(one): nn.Parameter(one.data, requires_grad=one.requires_grad) for one in model.parameters()}
+    memo = {id(own): nn.Parameter(own.data, requires_grad=own.requires_grad) for own in model.parameters()}
     return copy.deepcopy(model, memo)
 
 
@@ -126,10 +126,10 @@ def _joined(outputs: list[Any]) -> Any:
 
 
 def _as_tuple(output: Any) -> tuple[Tensor, ...]:
-    given = (output,) if isinstance(output, Tensor) else output
-    if not isinstance(given, tuple | list) or not all(isinstance(one, Tensor) for one in given):
+    parts = (output,) if isinstance(output, Tensor) else output
+    if not isinstance(parts, tuple | list) or not all(isinstance(part, Tensor) for part in parts):
         raise PlanError(
             f"method thread-replicas puts outputs together that are tensors or tuples of them, not {type(output)}.",
-            action="Take another method, such as ddp.",
+            action="Use another method, such as ddp.",
         )
-    return tuple(given)
+    return tuple(parts)

@@ -94,10 +94,11 @@ def cut_slice(row: list[Tensor], rank: int) -> list[list[Any]]:
 
     As numpy arrays where numpy knows the type, because it spends less time on each call.
     """
-    buffers: list[Any] = [one.numpy() if one.dtype in (torch.float32, torch.float64) else one for one in row]
+    is_known = row[0].dtype in (torch.float32, torch.float64)
+    buffers: list[Any] = [buffer.numpy() for buffer in row] if is_known else row
     start, stop = chunk_bounds(row[0].numel(), len(row))[rank]
     piece = PIECE_BYTES // row[0].element_size()
-    return [[one[low : min(low + piece, stop)] for one in buffers] for low in range(start, stop, piece)]
+    return [[buffer[low : min(low + piece, stop)] for buffer in buffers] for low in range(start, stop, piece)]
 
 
 def average_pieces(pieces: list[list[Any]], divisor: int | None) -> None:

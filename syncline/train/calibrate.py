@@ -164,8 +164,8 @@ def gather_times(
 
 def median_of(values: Sequence[float | None]) -> float:
     """NaN where a layer was never called or a parameter has no gradient."""
-    found = [value for value in values if value is not None and not math.isnan(value)]
-    return statistics.median(found) if found else math.nan
+    numbers = [value for value in values if value is not None and not math.isnan(value)]
+    return statistics.median(numbers) if numbers else math.nan
 
 
 def compute_times(
@@ -189,11 +189,11 @@ def compute_times(
     between = phases["forward"] - sum(of_layer[name] for name in called)
     forward.append({"layer": REST, "seconds": _ns(max(0.0, between))})
     backward, before = [], 0.0
-    for name in sorted(moments, key=lambda one: moments[one]):
+    for name in sorted(moments, key=lambda name: moments[name]):
         tensor = {"shape": list(parameters[name].shape), "dtype": _dtype(parameters[name])}
         backward.append({"parameter": name, **tensor, "seconds": _ns(moments[name] - before)})
         before = moments[name]
-    buffers = [{"name": key, "shape": list(one.shape), "dtype": _dtype(one)} for key, one in model.named_buffers()]
+    buffers = [{"name": key, "shape": list(own.shape), "dtype": _dtype(own)} for key, own in model.named_buffers()]
     return ComputeTimes.model_validate(
         {
             **about,

@@ -158,10 +158,10 @@ class Loop:
             result = evaluate(self.worker.model, self.worker.batches, self.communicator)
         entry |= self._figures("test_", result)
         if self.plan.eval_per_rank:
-            own = evaluate_per_rank(self.worker.model, self.worker.batches, self.communicator)
-            entry["test_per_rank"] = [self._figures("", one) for one in own]
-            for rank, one in enumerate(own):
-                self.observer.line(f"  rank {rank}'s own buffers: test {self._described(one)}")
+            by_rank = evaluate_per_rank(self.worker.model, self.worker.batches, self.communicator)
+            entry["test_per_rank"] = [self._figures("", own) for own in by_rank]
+            for rank, own in enumerate(by_rank):
+                self.observer.line(f"  rank {rank}'s own buffers: test {self._described(own)}")
         return f"; test {self._described(result)}"
 
     def _figures(self, prefix: str, result: Evaluation) -> dict[str, Any]:

@@ -134,17 +134,17 @@ def standing_in(model: nn.Module, *, when: bool) -> Iterator[None]:
         return
     layers = [layer for layer in model.modules() if not isinstance(layer, SyncBatchNorm)]
     local = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-    with _kept(local), samples_not_counted(model):
+    with _put_back(local), samples_not_counted(model):
         yield
 
 
 def buffers_kept(model: nn.Module) -> AbstractContextManager[None]:
     """Undo what happens to the buffers inside."""
-    return _kept(list(model.buffers()))
+    return _put_back(list(model.buffers()))
 
 
 @contextmanager
-def _kept(tensors: list[Tensor]) -> Iterator[None]:
+def _put_back(tensors: list[Tensor]) -> Iterator[None]:
     before = [tensor.clone() for tensor in tensors]
     try:
         yield

@@ -59,7 +59,7 @@ class StepWatch:
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"rank-{self.log.rank}-step-{number}"
         recorded.export_chrome_trace(str(self.folder / f"{name}.trace.json.gz"))
-        operators = [_operator(one) for one in recorded.key_averages()]
+        operators = [_operator(average) for average in recorded.key_averages()]
         content = {"rank": self.log.rank, "step": number, "operators": operators}
         (self.folder / f"{name}.json").write_text(json.dumps(content) + "\n")
         self.log.add("profile", name=name)
