@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -285,6 +286,18 @@ def test_programs_end_with_the_cluster() -> None:
     assert namespace_of(process.pid) == ""
     with pytest.raises(SynclineError, match="has ended"):
         cluster.popen(0, ["true"])
+
+
+def test_hosts_end_with_the_switch() -> None:
+    with EmulatedCluster(2, [1e9, 1e9]) as cluster:
+        processes = [cluster.popen(0, ["sleep", "300"]), cluster.call(1, time.sleep, 300)]
+        assert cluster._switch is not None
+        cluster._switch.kill()
+        assert [process.wait(20) for process in processes] == [-signal.SIGKILL] * 2
+        with pytest.raises(SynclineError, match="the switch of the emulated cluster has ended"):
+            cluster.cut(0)
+        with pytest.raises(SynclineError, match="host1 has ended"):
+            cluster.popen(1, ["true"])
 
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives privileges up, so it needs them first")

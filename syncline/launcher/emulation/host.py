@@ -57,10 +57,9 @@ def furnish(host: int, num_hosts: int) -> None:
 
 def _name_the_hosts(num_hosts: int) -> None:
     """An /etc/hosts of its own: `host0` is found by name, and nobody asks a name server that cannot be reached."""
-    lines = ["127.0.0.1 localhost"]
-    for host in range(num_hosts):
-        # The second is how torch asks for the name that belongs to an address.
-        lines += [f"{prefix}{host_address(host)} {host_name(host)}" for prefix in ("", "::ffff:")]
+    named = {"127.0.0.1": "localhost"} | {host_address(host): host_name(host) for host in range(num_hosts)}
+    # With the prefix is how torch asks for the name that belongs to an address.
+    lines = [f"{prefix}{address} {name}" for address, name in named.items() for prefix in ("", "::ffff:")]
     names = Path(_SHARED_MEMORY, "hosts")
     names.write_text("\n".join(lines) + "\n")
     with contextlib.suppress(OSError):  # a machine without the file has no use for it

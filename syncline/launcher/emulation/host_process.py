@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import select
@@ -32,8 +33,8 @@ class HostProcess:
         self.stdout: IO[bytes] | None = None
         self.stderr: IO[bytes] | None = None
         self.returncode: int | None = None
-        self.ended = 0.0
-        """When it ended, on the monotonic clock of all hosts."""
+        self.ended = math.inf
+        """When it ended, on the monotonic clock of all hosts, once `poll` or `wait` have seen it."""
         self._status = status
         self._process = process
         self._answer_file = answer

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from syncline.launcher.adopt import Placement, torchrun_variables
 from syncline.launcher.emulation.emulated_cluster import EmulatedCluster
-from syncline.launcher.emulation.host_process import HostProcess
+from syncline.launcher.starting import listening, make_store
 
-TORCH_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _PORT = 29500
 _LOOK_SECONDS = 0.05
 _ECHO_SECONDS = 1.0
@@ -27,7 +30,7 @@ class Failure:
     """The rank that failed first. `exit_code` is negative for a signal, as in subprocess."""
 
     host: int
-    rank: int | None
+    rank: int
     exit_code: int
     output: str = ""
     """The end of its stderr, if that was not on the terminal."""
@@ -46,63 +49,105 @@ def run_script(
 
     Each rank finds what torchrun would have set. The first failure ends all ranks.
     """
-    orders = {
-        "num_hosts": cluster.num_hosts,
-        "workers_per_host": workers_per_host,
-        "run_id": uuid.uuid4().hex[:12],
-        "meeting_point": f"{cluster.address(0)}:{_PORT}",
-        "log_dir": str(log_dir),
-        "show_all": show_all,
-        "command": list(command),
-        "torch_log_level": os.environ.get(TORCH_LOG_LEVEL),
-    }
-    agents = [_start_agent(cluster, host, orders) for host in range(cluster.num_hosts)]
+    # As torchrun's agents do: a store that outlives every rank. Torch would print a C++ trace of each that leaves.
+    quiet = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    store = cluster.call(0, _serve_store, cluster.address(0), env=quiet)
+    ranks = [_Rank(cluster, command, place, log_dir, show_all) for place in _places(cluster, workers_per_host)]
     while not stop_requested():
-        codes = [agent.poll() for agent in agents]
+        codes = [rank.process.poll() for rank in ranks]
         if any(codes) or None not in codes:
             break
+        if store.poll() is not None:
+            store.result()
         time.sleep(_LOOK_SECONDS)
-    _wait(agents, _ECHO_SECONDS)
-    for agent in agents:
-        agent.send_signal(signal.SIGTERM)
-    _wait(agents, _STOP_SECONDS)
-    return None if stop_requested() else _first_failure(agents, log_dir)
+    _wait(ranks, _ECHO_SECONDS)
+    for rank in ranks:
+        rank.process.terminate()
+    _wait(ranks, _STOP_SECONDS)
+    if stop_requested():
+        return None
+    failed = [rank for rank in ranks if rank.process.poll() != 0]
+    # The others fail because of the first. One that lives on has not failed first; its cluster's end is its own.
+    return min(failed, key=lambda rank: rank.process.ended).failure() if failed else None
 
 
-def _start_agent(cluster: EmulatedCluster, host: int, orders: dict[str, object]) -> HostProcess:
-    own = {**orders, "host": host, "address": cluster.address(host)}
-    # Agents leave one by one, and torch would print a C++ trace of each that finds the store of host 0 gone.
-    quiet = {**os.environ, TORCH_LOG_LEVEL: "ERROR"}
-    return cluster.call(host, _run_agent, own, env=quiet)
+class _Rank:
+    """Output goes to files of the rank's own, and to the terminal too where all are shown.
+
+    If not, rank 0 alone has the terminal itself: progress bars then work as ever.
+    """
+
+    def __init__(
+        self, cluster: EmulatedCluster, command: Sequence[str], place: Placement, log_dir: Path, show_all: bool
+    ) -> None:
+        self._place = place
+        self._copiers: list[threading.Thread] = []
+        host, own = place.host_index, {"TORCHELASTIC_ERROR_FILE": str(log_dir / f"rank-{place.rank}.error.json")}
+        environment = {**os.environ, **torchrun_variables(place, 0, log_dir), **own}
+        stdout, self._stderr = (log_dir / f"rank-{place.rank}.{stream}.log" for stream in ("stdout", "stderr"))
+        if show_all:
+            pipe = subprocess.PIPE
+            self.process = cluster.popen(host, command, env=environment, stdout=pipe, stderr=pipe)
+            prefix = f"{cluster.name(host)} rank {place.rank}: ".encode()
+            self._copy(self.process.stdout, stdout, sys.stdout.buffer, prefix)
+            self._copy(self.process.stderr, self._stderr, sys.stderr.buffer, prefix)
+        elif place.rank == 0:
+            self.process = cluster.popen(host, command, env=environment)
+        else:
+            with stdout.open("wb") as out, self._stderr.open("wb") as err:
+                self.process = cluster.popen(host, command, env=environment, stdout=out, stderr=err)
+
+    def has_ended(self) -> bool:
+        """Once all that it said is copied."""
+        return self.process.poll() is not None and not any(copier.is_alive() for copier in self._copiers)
+
+    def failure(self) -> Failure:
+        code = self.process.poll()
+        lines = self._stderr.read_text(errors="replace").splitlines() if self._stderr.is_file() else []
+        output = "\n".join(lines[-_TAIL_LINES:])
+        return Failure(self._place.host_index, self._place.rank, -signal.SIGKILL if code is None else code, output)
+
+    def _copy(self, source: IO[bytes] | None, path: Path, terminal: IO[bytes], prefix: bytes) -> None:
+        assert source is not None
+        copier = threading.Thread(target=_copy_lines, args=(source, path, terminal, prefix), daemon=True)
+        copier.start()
+        self._copiers.append(copier)
 
 
-def _run_agent(orders: dict[str, object]) -> None:
-    from syncline.launcher.emulation.agent import run_agent  # here: it loads torch
+def _copy_lines(source: IO[bytes], path: Path, terminal: IO[bytes], prefix: bytes) -> None:
+    with source, path.open("wb") as file:
+        for line in source:
+            file.write(line)
+            terminal.write(prefix + line.removesuffix(b"\n") + b"\n")
+            terminal.flush()
 
-    run_agent(orders)
 
-
-def _wait(agents: list[HostProcess], seconds: float) -> None:
+def _wait(ranks: list[_Rank], seconds: float) -> None:
     end = time.monotonic() + seconds
-    while time.monotonic() < end and any(agent.poll() is None for agent in agents):
+    while time.monotonic() < end and not all(rank.has_ended() for rank in ranks):
         time.sleep(_LOOK_SECONDS)
 
 
-def _first_failure(agents: list[HostProcess], log_dir: Path) -> Failure | None:
-    """By the moment at which its agent saw it end: the others fail because of it."""
-    from syncline.launcher.emulation.agent import failure_file, output_file
-
-    files = [failure_file(log_dir, agent.host) for agent in agents]
-    told = [json.loads(path.read_text()) for path in files if path.is_file()]
-    if told:
-        first = min(told, key=lambda one: one["time"])
-        tail = _tail(output_file(log_dir, first["rank"], "stderr"))
-        return Failure(first["host"], first["rank"], first["exit_code"], tail)
-    failed = [agent for agent in agents if agent.poll() != 0]
-    return Failure(failed[0].host, None, failed[0].poll() or -signal.SIGKILL) if failed else None
+def _serve_store(address: str) -> None:
+    _store = make_store(listening(address, _PORT))
+    signal.pause()
 
 
-def _tail(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    return "\n".join(path.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+def _places(cluster: EmulatedCluster, workers_per_host: int) -> list[Placement]:
+    run_id = uuid.uuid4().hex[:12]
+    return [
+        Placement(
+            rank=host * workers_per_host + local,
+            world_size=cluster.num_hosts * workers_per_host,
+            local_rank=local,
+            local_world_size=workers_per_host,
+            host_index=host,
+            num_hosts=cluster.num_hosts,
+            master_addr=cluster.address(0),
+            master_port=_PORT,
+            launcher="torchrun",
+            run_id=run_id,
+        )
+        for host in range(cluster.num_hosts)
+        for local in range(workers_per_host)
+    ]
