@@ -19,6 +19,7 @@ from conftest import MARK, killed_at_end, living_pids, marked_processes, read_qu
 from syncline.errors import HostError, RankFailed, SynclineError, UsageError
 from syncline.launcher.emulation import EmulatedCluster, HostProcess
 from syncline.launcher.emulation.network import host_address, parse_links, shape_of
+from syncline.launcher.here import run_ranks
 from syncline.resolve import choose_method
 
 pytestmark = pytest.mark.xdist_group("measures")
@@ -197,6 +198,18 @@ def test_modules_are_loaded_once_for_all_hosts() -> None:
         processes = [cluster.call(host, lambda: "colorsys" in sys.modules) for host in range(2)]
         assert [process.result(20) for process in processes] == [True, True]
     assert "colorsys" not in sys.modules
+
+
+def loaded_in_ranks(threaded: bool) -> list[bool]:
+    if threaded:
+        threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
+    return run_ranks(lambda: "colorsys" in sys.modules, workers=2, log_dir=None)
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_ranks_of_a_host_share_what_was_loaded_unless_threads_forbid_a_fork(threaded: bool) -> None:
+    with EmulatedCluster(1, [1e9], preload=["syncline.worker", "colorsys"]) as cluster:
+        assert cluster.call(0, loaded_in_ranks, threaded).result(60) == [not threaded] * 2
 
 
 def test_input_environment_and_folder_reach_the_program(cluster: EmulatedCluster, tmp_path: Path) -> None:
