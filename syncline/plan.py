@@ -353,13 +353,20 @@ def compute_source(compute: str) -> tuple[str, Path]:
     return kind, Path(path).expanduser()
 
 
-def load_plan(path: Path | None, overrides: Mapping[str, Any]) -> Plan:
-    """The plan of a user's TOML file (or the defaults), with `overrides` on top; None there means 'not given'."""
-    values = _read_toml(path) if path is not None else {}
+def load_plan(source: Plan | Path | None, overrides: Mapping[str, Any]) -> Plan:
+    """A plan, that of a user's TOML file, or the defaults, with `overrides` on top; None there means 'not given'."""
     given = {key: value for key, value in overrides.items() if value is not None}
+    if isinstance(source, Plan):
+        if not given:
+            return source
+        values = source.model_dump(exclude_none=True)
+        if given.get("recipe", source.recipe) != source.recipe:
+            del values["optimizer"]  # another recipe brings its own optimiser settings
+    else:
+        values = _read_toml(source) if source is not None else {}
     for length, other in (("steps", "epochs"), ("epochs", "steps")):
         if length in given and other not in given:
-            values.pop(other, None)  # a flag for one length replaces the other length in the file
+            values.pop(other, None)  # one length that is given replaces the other length
     merged = _merge(values, given)
     if isinstance(merged.get("method"), str):
         merged["method"] = current_name(merged["method"], typed=True)

@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from syncline import jobs
+from syncline.comm import Communicator
 from syncline.comm.mpi_backend import aborting
 from syncline.errors import DataError, SynclineError
 from syncline.launcher import watch
@@ -44,6 +45,7 @@ from syncline.train.delays import delays_of
 from syncline.train.loop import Loop
 from syncline.train.step import Worker
 from syncline.train.watching import StepWatch, note_memory
+from syncline.voice import Voice
 from syncline.words import IN_FILES
 from syncline.workload.ahead import AheadBatches
 from syncline.workload.batches import Batches, ImageBatches
@@ -59,15 +61,17 @@ from syncline.workload.sharding import Sharding
 from syncline.workload.sources import load_images, load_index
 
 
-def train(plan: Plan, run: RunFolder, resume: bool, quiet: bool) -> dict[str, Any] | None:
+def train(
+    plan: Plan, run: RunFolder, resume: bool, voice: Voice, backend: Communicator | None = None
+) -> dict[str, Any] | None:
     """A rank's part in `syncline train`. Rank 0 returns the summary."""
-    with joined(plan, run.path / "events") as rank:
-        return _train(rank, run, resume=resume or rank.restarted, quiet=quiet)
+    with joined(plan, run.path / "events", backend) as rank:
+        return _train(rank, run, resume=resume or rank.restarted, voice=voice)
 
 
-def compare(plan: Plan, run: RunFolder, methods: Sequence[str], quiet: bool) -> list[dict[str, Any]]:
+def compare(plan: Plan, run: RunFolder, methods: Sequence[str], voice: Voice) -> list[dict[str, Any]]:
     """A rank's part in `syncline compare`: the rows of the table."""
-    with joined(plan, run.path / "events") as rank, Display(rank=rank.number, quiet=quiet, unit="turn") as display:
+    with joined(plan, run.path / "events") as rank, Display(voice, rank=rank.number, unit="turn") as display:
         batches = _batches(rank)
         display.counted = batches.task.unit
         _calibrate(rank, run, batches)
@@ -81,18 +85,18 @@ def compare(plan: Plan, run: RunFolder, methods: Sequence[str], quiet: bool) -> 
 
 
 def probe(
-    plan: Plan, backends: Sequence[str], sizes: Sequence[int], visits: int, quiet: bool
+    plan: Plan, backends: Sequence[str], sizes: Sequence[int], visits: int, voice: Voice
 ) -> list[dict[str, Any]]:
     """A rank's part in `syncline probe`: the rows of the table."""
-    with joined(plan, None) as rank, Display(rank=rank.number, quiet=quiet, unit="visit") as display:
+    with joined(plan, None) as rank, Display(voice, rank=rank.number, unit="visit") as display:
         # Below the wrappers: what is measured is the backend, and every value is compared here.
         return run_probe(rank.communicator.backend, backends, sizes, visits, display)
 
 
-def certify(plan: Plan, methods: Sequence[str], models: Sequence[str], quiet: bool) -> list[dict[str, Any]]:
+def certify(plan: Plan, methods: Sequence[str], models: Sequence[str], voice: Voice) -> list[dict[str, Any]]:
     """A rank's part in `syncline verify`: the certificates, on rank 0."""
     rows = []
-    with joined(plan, None) as rank, Display(rank=rank.number, quiet=quiet, unit="certificate") as display:
+    with joined(plan, None) as rank, Display(voice, rank=rank.number, unit="certificate") as display:
         by_input = {usual_input(model): _batches(rank, plan.replace(model=model)) for model in models}
         pairs = [(model, method) for model in models for method in methods]
         for done, (model, method) in enumerate(pairs):
@@ -134,7 +138,7 @@ def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifi
     )
 
 
-def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str, Any] | None:
+def _train(rank: Rank, run: RunFolder, *, resume: bool, voice: Voice) -> dict[str, Any] | None:
     plan = rank.plan
     batches = _batches(rank)
     model = make_model(plan, rank.device, batches.task)
@@ -149,7 +153,7 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
     module = attach(sync, model, plan.batch_norm)
     settings = (plan.optimizer.label_smoothing, delays_of(plan, rank.number), plan.accumulate)
     worker = Worker(model, module, sync, make_optimizer(plan, model), batches, rank.log, *settings)
-    with Display(rank=rank.number, quiet=quiet, counted=batches.task.unit) as display:
+    with Display(voice, rank=rank.number, counted=batches.task.unit) as display:
         checkpoints = None if plan.replayed else run.checkpoints
         watch_steps = StepWatch(rank.log, plan.profile, run.path / "profile")
         loop = Loop(plan, worker, sharding, rank.communicator, display, checkpoints, watch_steps, run.keeper)
@@ -158,11 +162,7 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, quiet: bool) -> dict[str
         others = meter.others(rank.communicator)
     note_memory(rank.log, model, sync)
     summary = {"other_load": others} | _summary(plan, batches, model, progress, seconds)
-    if rank.number != 0:
-        return None
-    run.write_summary(summary)
-    run.set_status("finished")
-    return summary
+    return summary if rank.number == 0 else None
 
 
 def _calibrate(rank: Rank, run: RunFolder, batches: Batches) -> None:
@@ -280,36 +280,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train_elsewhere(plan_path: Path, run_dir: Path | None, *, resume: bool) -> dict[str, Any] | None:
-    """Rank 0 finds the data and makes the run folder; the others wait to be told."""
+    """Rank 0 finds the data and owns the run folder, since no launcher knows of it; the others wait to be told."""
     plan = load_plan(plan_path, {})
     place = place_of(plan)
-    backend = backend_of(plan, place)
-    if place.rank == 0:
-        plan, sentence = resolve(plan, ranks_per_host=place.local_world_size, num_hosts=place.num_hosts)
-        label = f"{plan.method}-{plan.workers}"
-        run = resumable_run(run_dir) if resume else create_run(run_dir, kind="train", plan=plan, label=label)
-        backend.store.set("run", str(run.path.resolve()))
-        print(f"{sentence}\nrun folder {run.path}", flush=True)
-    else:
+    backend, voice = backend_of(plan, place), Voice("all")
+    if place.rank != 0:
         run = RunFolder(Path(backend.store.get("run").decode()))
-    plan = run.plan()
-    with _ending_noted(run, place.rank), joined(plan, run.path / "events", backend) as rank:
-        return _train(rank, run, resume=resume, quiet=False)
-
-
-@contextmanager
-def _ending_noted(run: RunFolder, rank: int) -> Iterator[None]:
-    """Another launcher does not know of run folders, so rank 0 writes how the run went."""
-    if rank != 0:
-        yield
-        return
-    run.set_status("running")
-    watch.on_stop(lambda: run.set_status("stopped"))
-    try:
-        yield
-    except BaseException:
-        run.set_status("failed")
-        raise
+        return train(run.plan(), run, resume, voice, backend)
+    plan, sentence = resolve(plan, ranks_per_host=place.local_world_size, num_hosts=place.num_hosts)
+    label = f"{plan.method}-{plan.workers}"
+    run = resumable_run(run_dir) if resume else create_run(run_dir, kind="train", plan=plan, label=label)
+    backend.store.set("run", str(run.path.resolve()))
+    print(f"{sentence}\nrun folder {run.path}", flush=True)
+    with jobs.keeping(run, resumed=resume):
+        watch.on_stop(lambda: run.set_status("stopped"))
+        summary = train(run.plan(), run, resume, voice, backend)
+        assert summary is not None
+        jobs.write_result(run, plan, summary, machines=place.num_hosts)
+    return summary
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ def digests(plans: list[Plan], folder: str, stop_at: int) -> dict[str, list[str]
     from syncline import worker
     from syncline.rank import joined as joined_by
     from syncline.store import RunFolder
+    from syncline.voice import Voice
 
     class Stopped(Exception):
         pass
@@ -143,7 +144,7 @@ def digests(plans: list[Plan], folder: str, stop_at: int) -> dict[str, list[str]
     def train(plan: Plan, name: str, *, resume: bool) -> str:
         run = RunFolder(Path(folder) / f"{plan.method}-{name}")
         with joined_by(plan, None, world.split(f"{plan.method} {name} {resume}")) as rank:
-            summary = worker._train(rank, run, resume=resume, quiet=True)
+            summary = worker._train(rank, run, resume=resume, voice=Voice())
         return summary["weights_sha256"] if summary else ""
 
     found = {}

@@ -158,6 +158,7 @@ def digests(plans: list[Plan], folder: str, user_folder: str) -> list[str]:
     from syncline import worker
     from syncline.comm.torch_backend import connect
     from syncline.launcher.adopt import placement_from_environment
+    from syncline.voice import Voice
 
     place = placement_from_environment()
     assert place is not None
@@ -168,7 +169,7 @@ def digests(plans: list[Plan], folder: str, user_folder: str) -> list[str]:
         number = plan.measure.calibration
         run = RunFolder(Path(folder) / f"run-{number}")
         with joined(plan, run.path / "events", world.split(str(number))) as rank:
-            summary = worker._train(rank, run, resume=False, quiet=True)
+            summary = worker._train(rank, run, resume=False, voice=Voice())
         found.append(summary["weights_sha256"] if summary else "")
     world.close()
     return found

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import Cli
 
-from syncline.cli.verify import SENDING
+from syncline.jobs import SENDING
 from syncline.methods import METHODS
 from syncline.plan import parse_plan
 
@@ -33,8 +33,8 @@ VERBS = {
         *("--warmup", "--seed", "--compute", "--set", "--run-dir", *PLACE, "--port", "--json", "--help"),
     ],
     "verify": [
-        *("--workers", "--methods", "--models", "--transfer-dtype", "--batch-norm", "--threads", "--seed", "--port"),
-        *("--json", "--help"),
+        *("--workers", "--methods", "--models", "--transfer-dtype", "--batch-norm", "--threads", "--seed", "--hosts"),
+        *("--link", "--port", "--json", "--help"),
     ],
     "explain": ["--step", "--method", "--probe", "--json", "--help"],
     "probe": [

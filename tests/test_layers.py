@@ -14,7 +14,7 @@ from syncline.methods import METHODS, OLD_NAMES
 PACKAGE = Path(syncline.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = ("errors", "units", "machine", "forms", "words", "methods", "plan", "spans", "events", "marks")
+GROUND = ("errors", "units", "machine", "forms", "words", "methods", "plan", "spans", "events", "marks", "voice")
 STAGES = (
     "launcher",
     "comm",
@@ -30,7 +30,19 @@ STAGES = (
     "report",
     "labs",
 )
-ROOTS = ("worker", "rank", "resolve", "data_parallel", "recording", "cli", "__init__", "__main__")
+ROOTS = (
+    "worker",
+    "rank",
+    "jobs",
+    "studies",
+    "results",
+    "resolve",
+    "data_parallel",
+    "recording",
+    "cli",
+    "__init__",
+    "__main__",
+)
 RANK_VARIABLES = {
     "RANK",
     "WORLD_SIZE",

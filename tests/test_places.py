@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from syncline.cli.compare import DEFAULT, on_several_hosts
-from syncline.cli.emulated import _weights_bytes
-from syncline.cli.nodes import EMULATED_VARIABLE, Where, marks_beside
+from syncline import jobs
+from syncline.cli.options import Where
 from syncline.errors import PlanError, UsageError
-from syncline.launcher.emulation.honesty import LINK_VARIABLE, LinkCheck
+from syncline.launcher.nodes import Node
+from syncline.launcher.places import EmulatedHosts, Here, Nodes, _weights_bytes, place_for
 from syncline.plan import Plan, load_plan
+from syncline.voice import Voice
 
 
 def where(**flags: Any) -> Where:
@@ -48,33 +48,36 @@ def test_flags_that_contradict_are_refused(flags: dict[str, Any], words: str) ->
 def test_workers_are_counted_on_all_hosts(
     flags: dict[str, Any], given: dict[str, Any], expected: tuple[int, int]
 ) -> None:
-    plan = load_plan(None, where(**flags).plan_flags(given))
+    at = where(**flags)
+    plan = load_plan(None, {"hosts": at.num_hosts, "workers": at.workers(given.get("workers"))})
     assert (plan.hosts, plan.workers) == expected
 
 
 def test_both_ways_to_count_workers_are_refused() -> None:
     with pytest.raises(PlanError, match="--workers and --workers-per-host"):
-        where(hosts=2, workers_per_host=2).plan_flags({"workers": 4})
+        where(hosts=2, workers_per_host=2).workers(4)
+
+
+def test_place_follows_from_flags_and_plan() -> None:
+    assert where(hosts=2).place(Plan(hosts=2)) == EmulatedHosts(600.0)
+    assert where(nodes=2, node_rank=1, rendezvous="a:1").place(Plan(hosts=2)) == Nodes(Node(2, 1, "a:1", 600.0))
+    assert where().place(Plan()) == Here()
+    assert place_for(Plan(hosts=3)) == EmulatedHosts()
+    assert not Nodes(Node(2, 1, "a:1")).owns_run
+    assert Nodes(Node(2, 1, "a:1")).ranks_here(Plan(hosts=2, workers=6)) == 3
 
 
 def test_link_of_a_plan_is_not_ignored_on_machines() -> None:
-    node = where(nodes=2, node_rank=0, rendezvous="127.0.0.1:29500")
-    with pytest.raises(UsageError, match="link is for emulated hosts"):
-        node.joined(Plan(hosts=2, workers=2, link="1gbit"), quiet=True)
+    place = Nodes(Node(2, 0, "127.0.0.1:29500"))
+    plan = Plan(hosts=2, workers=2, link="1gbit")
+    with pytest.raises(UsageError, match="link is for emulated hosts"), place.joined(plan, Voice()):
+        pass
 
 
 def test_shared_memory_is_left_out_between_hosts_unless_it_was_asked_for() -> None:
-    assert "shared-memory" not in on_several_hosts(DEFAULT, ",".join(DEFAULT))
+    assert "shared-memory" not in jobs._on_several_hosts(list(jobs.COMPARED), is_default=True)
     with pytest.raises(PlanError, match="shared-memory"):
-        on_several_hosts(["ddp", "shared-memory"], "ddp,shared-memory")
-
-
-def test_marks_of_emulated_hosts_know_their_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(hosts=200, workers=200, threads=1)
-    monkeypatch.setenv(LINK_VARIABLE, json.dumps(LinkCheck([1e9], [5e8]).as_dict()))
-    assert marks_beside(plan) == []
-    monkeypatch.setenv(EMULATED_VARIABLE, "1")
-    assert [text.partition(":")[0] for text in marks_beside(plan)] == ["stretched", "link"]
+        jobs._on_several_hosts(["ddp", "shared-memory"], is_default=False)
 
 
 def test_weights_are_known_before_a_run_for_models_of_the_table() -> None:

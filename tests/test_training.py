@@ -126,6 +126,7 @@ def digests_when_interrupted(plans: list[Plan], folder: str, user_folder: str, s
     from syncline import worker
     from syncline.comm.torch_backend import connect
     from syncline.launcher.adopt import placement_from_environment
+    from syncline.voice import Voice
 
     class Stopped(Exception):
         pass
@@ -147,7 +148,7 @@ def digests_when_interrupted(plans: list[Plan], folder: str, user_folder: str, s
         run = RunFolder(Path(folder) / f"{plan.method}-{name}")
         backend = world.split(f"{plan.method} {name} {resume}")
         with joined(plan, None, backend) as rank:
-            summary = worker._train(rank, run, resume=resume, quiet=True)
+            summary = worker._train(rank, run, resume=resume, voice=Voice())
         return summary["weights_sha256"] if summary else ""
 
     found = {}

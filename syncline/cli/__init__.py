@@ -9,10 +9,6 @@ from typing import TextIO
 from syncline.errors import Interrupted, RankFailed, SynclineError
 
 
-class Told(SystemExit):
-    """An exit whose reason another process has already told the user."""
-
-
 def main() -> None:
     """Run a verb. Our own errors become one line on stderr and their exit code; nothing else is caught."""
     warnings.showwarning = _say_warning
@@ -28,8 +24,6 @@ def main() -> None:
         _fail(error)
     except KeyboardInterrupt:
         _fail(Interrupted("Stopped by Ctrl-C."))
-    except Told:
-        raise
     except SystemExit as leaving:
         if leaving.code == Interrupted.exit_code:  # typer makes this of a Ctrl-C, without a word
             _fail(Interrupted("Stopped by Ctrl-C."))

@@ -11,6 +11,7 @@ import typer
 
 from syncline.cli import options
 from syncline.plan import Plan, load_plan
+from syncline.voice import Voice
 from syncline.words import IN_FILES
 
 TRIED = 256
@@ -25,7 +26,7 @@ def data(
     from syncline.resolve import resolve
 
     plan = load_plan(None, {"data": name, "data_dir": str(data_dir) if data_dir else None})
-    plan, sentence = resolve(plan, ranks_per_host=1, progress=options.show_fetch)
+    plan, sentence = resolve(plan, ranks_per_host=1, progress=Voice("all").fetched)
     print(sentence)
     if plan.data in IN_FILES:
         _describe_files(plan)

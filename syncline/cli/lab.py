@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from syncline.cli import options
-from syncline.errors import PlanError
-from syncline.store import ROOT
 
 
 def lab(
@@ -30,8 +26,6 @@ def lab(
 
     Finished cells are kept: started again after a Ctrl-C, it goes on where it was.
     """
-    from syncline.cli.studies import StudyRun, open_study
-    from syncline.study.cells import Ground
     from syncline.study.file import load_study
     from syncline.study.lab_code import built_in_labs
 
@@ -39,26 +33,15 @@ def lab(
         for name in built_in_labs():
             print(f"{name:<20} {load_study(name)[1].title}")
         return
-    if (link is None) != (hosts is None):
-        raise PlanError("--hosts and --link go together.", action="Give both, such as --hosts 4 --link 1gbit.")
-    name, loaded = load_study(study)
-    given = options.parse_settings(settings)
-    loaded = loaded.with_settings(given)
-    ground = Ground(hosts, link)
-    words = [name, *(["quick"] if quick else []), *([f"{hosts}x{link}"] if hosts else [])]
-    folder = out or ROOT / "-".join(["lab", *words])
-    arguments = [study, *(["--quick"] if quick else [])]
-    arguments += ["--hosts", str(hosts), "--link", str(link)] if hosts else []
-    arguments += [word for setting in settings or () for word in ("--set", setting)]
-    arguments += ["--out", str(out)] if out else []
-    run = StudyRun(loaded, folder, ground, quick, f"syncline lab {shlex.join(arguments)}")
-    run.check()
-    open_study(folder, loaded.title, fresh=fresh, study=study, quick=quick, hosts=hosts, link=link, settings=given)
-    run.run()
-    page = run.report(folder / "report", answers=not no_answers)
+    from syncline.studies import run_lab
+
+    finished = run_lab(
+        study, quick=quick, hosts=hosts, link=link, answers=not no_answers, out=out, fresh=fresh,
+        settings=options.parse_settings(settings), show="all",
+    )  # fmt: skip
     if not no_answers:
-        print(run.answer())
-    print(f"report {page}")
+        print(finished.answer)
+    print(f"report {finished.report}")
 
 
 def report(
@@ -67,9 +50,9 @@ def report(
     no_answers: Annotated[bool, typer.Option("--no-answers", help="Leave the questions open.")] = False,
 ) -> None:
     """Write a report from stored runs alone."""
-    from syncline.cli.reports import report_runs
+    from syncline.studies import report as write_report
 
-    print(f"report {report_runs(runs, out, answers=not no_answers)}")
+    print(f"report {write_report(runs, out, answers=not no_answers)}")
 
 
 def scale(
@@ -89,15 +72,12 @@ def scale(
     out: Annotated[Path | None, typer.Option(help="Folder of the study; default runs/scale-….")] = None,
 ) -> None:
     """Measure one scaling curve."""
-    from syncline.cli.scaling import scale_curve
+    from syncline.studies import scale as measure_curve
 
-    given = {
-        **({"model": model} if model else {}),
-        **({"data": data} if data else {}),
-        **options.parse_settings(settings),
-    }
-    page = scale_curve(
-        method=method, workers=workers, strong=strong, batch=batch, threads=threads, steps=steps,
-        link=link if hosts or link else None, plan=given, out=out,
+    curve = measure_curve(
+        method=method, workers=options.numbers(workers, "--workers"), strong=strong, model=model, data=data,
+        batch=batch, threads=threads, steps=steps, hosts=hosts, link=link,
+        settings=options.parse_settings(settings), out=out, show="all",
     )  # fmt: skip
-    print(f"report {page}", file=sys.stdout)
+    print(curve.answer)
+    print(f"report {curve.report}")

@@ -1,26 +1,21 @@
-"""What the verbs share: plan flags, data progress, starting ranks with a run folder, JSON."""
+"""What the verbs share: plan flags, where ranks run, JSON."""
 
 from __future__ import annotations
 
 import json
-import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from syncline.errors import Interrupted, PlanError, UsageError
-from syncline.launcher.here import run_ranks
-from syncline.launcher.here.fork_server import start_fork_server
-from syncline.launcher.mpi import run_ranks_mpi
-from syncline.launcher.nodes import JoinedNode
-from syncline.machine import oversubscription
+from syncline.errors import PlanError
+from syncline.launcher import places
+from syncline.launcher.nodes import Node
 from syncline.plan import Plan
 from syncline.store import RunFolder, list_runs, open_run
-from syncline.units import format_bytes
 
 Model = Annotated[str | None, typer.Option(help="See `syncline models`, or your own as module:callable.")]
 Data = Annotated[
@@ -55,8 +50,6 @@ NodeRank = Annotated[int | None, typer.Option(help="This machine's number, from 
 Rendezvous = Annotated[str | None, typer.Option(help="Where machines meet: HOST:PORT of number 0; see --nodes.")]
 JoinTimeout = Annotated[float, typer.Option(help="Seconds to wait for machines that have not joined.")]
 PrintPlan = Annotated[bool, typer.Option("--print-plan", help="Print the resolved plan as TOML and stop.")]
-PRELOAD = ["syncline.worker", "torch._dynamo"]
-"""What ranks need, loaded once before they are forked; the first optimiser that torch makes needs the second."""
 
 
 def parse_settings(settings: Sequence[str] | None) -> dict[str, Any]:
@@ -73,23 +66,64 @@ def parse_settings(settings: Sequence[str] | None) -> dict[str, Any]:
     return parsed
 
 
-def resolved(plan: Plan, *, quiet: bool, on_node: bool = False) -> Plan:
-    """The plan with data and threads filled in; says which data it is and whether cores are short.
+@dataclass(frozen=True)
+class Where:
+    """The flags that say where ranks run."""
 
-    `on_node`: this machine is one of the plan's hosts; otherwise all of its ranks are here.
-    """
-    from syncline.resolve import resolve
+    hosts: int | None
+    workers_per_host: int | None
+    link: str | None
+    nodes: int | None
+    node_rank: int | None
+    rendezvous: str | None
+    join_timeout_s: float
+    port: int = 0
 
-    if plan.method_row.world != "mpiexec" and (on_node or plan.hosts == 1):
-        start_fork_server(PRELOAD)  # it loads torch while the data is checked
-    ranks_here = plan.workers // plan.hosts if on_node else plan.workers
-    plan, sentence = resolve(plan, ranks_per_host=ranks_here, num_hosts=plan.hosts, progress=show_fetch)
-    if not quiet:
-        print(sentence)
-    warning = oversubscription(ranks_here, plan.threads or 1)
-    if warning and not plan.replayed:
-        print(warning, file=sys.stderr)
-    return plan
+    def __post_init__(self) -> None:
+        node_flags = {"--nodes": self.nodes, "--node-rank": self.node_rank, "--rendezvous": self.rendezvous}
+        missing = [name for name, value in node_flags.items() if value is None]
+        if 0 < len(missing) < len(node_flags):
+            raise PlanError(f"{', '.join(missing)} is missing: a node needs {', '.join(node_flags)}.")
+        if self.nodes is not None and (self.hosts is not None or self.link is not None):
+            raise PlanError("--hosts and --link are for emulated hosts, --nodes is for machines: give one of them.")
+        if self.workers_per_host is not None and self.num_hosts is None:
+            raise PlanError("--workers-per-host needs --hosts or --nodes.")
+        if self.join_timeout_s <= 0:
+            raise PlanError(f"--join-timeout {self.join_timeout_s:g} is no time to wait.", action="Give seconds.")
+
+    @property
+    def adds_nothing(self) -> bool:
+        """No flag changes the plan: only which of its nodes this is."""
+        return self.hosts is None and self.workers_per_host is None and self.link is None
+
+    @property
+    def num_hosts(self) -> int | None:
+        return self.nodes if self.nodes is not None else self.hosts
+
+    def workers(self, workers: int | None) -> int | None:
+        """--workers is the number on all hosts together."""
+        if self.workers_per_host is None:
+            return workers
+        if workers is not None:
+            raise PlanError("--workers and --workers-per-host contradict each other: give one of them.")
+        return (self.num_hosts or 1) * self.workers_per_host
+
+    def place(self, plan: Plan) -> places.Place:
+        if self.nodes is not None and self.node_rank is not None and self.rendezvous is not None:
+            return places.Nodes(Node(self.nodes, self.node_rank, self.rendezvous, self.join_timeout_s))
+        return places.EmulatedHosts(self.join_timeout_s) if plan.hosts > 1 else places.Here(self.port)
+
+
+def names(text: str) -> list[str]:
+    """The words of a list separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def numbers(text: str, flag: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise PlanError(f"{flag} {text!r} is not a list of numbers.", action="Write it as 1,2,4.") from None
 
 
 def run_with_steps(path: Path | None) -> RunFolder:
@@ -98,60 +132,5 @@ def run_with_steps(path: Path | None) -> RunFolder:
     return runs[-1] if runs else open_run(path)
 
 
-@contextmanager
-def running(run: RunFolder, *, resumed: bool = False) -> Iterator[None]:
-    """Whatever ends the ranks, the run folder says how it ended. What was refused leaves no trace."""
-    before = run.info()["status"]
-    try:
-        with run.locked():
-            if resumed:
-                run.set_status("running")
-            yield
-    except UsageError:
-        if resumed:
-            run.set_status(before)
-        else:
-            run.discard()
-        raise
-    except BaseException as error:
-        run.set_status("stopped" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed")
-        raise
-    run.set_status("finished")
-
-
-def on_ranks(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    plan: Plan,
-    log_dir: Path | None,
-    port: int,
-    *,
-    max_restarts: int = 0,
-    here: JoinedNode | None = None,
-) -> Any:
-    """Run a worker function on the plan's ranks, or on the share of this node; the first rank's result."""
-    if here is not None:
-        assert log_dir is not None
-        return here.run_ranks(
-            function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads or 1, preload=PRELOAD
-        )[0]
-    if plan.method_row.world == "mpiexec":
-        return run_ranks_mpi(function, args, workers=plan.workers, log_dir=log_dir, threads=plan.threads)[0]
-    results = run_ranks(
-        function, args, workers=plan.num_ranks, log_dir=log_dir, threads=plan.threads,
-        preload=PRELOAD, port=port, max_restarts=max_restarts,
-    )  # fmt: skip
-    return results[0]
-
-
 def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2))
-
-
-def show_fetch(what: str, done: int, total: int | None, unit: str = "bytes") -> None:
-    """Progress on one line of the terminal. What is counted ends its line when all is done."""
-    if sys.stderr.isatty():
-        count = format_bytes if unit == "bytes" else "{:,}".format
-        of = f" of {count(total)}" if total else ""
-        end = "\n" if unit != "bytes" and done == total else ""
-        print(f"\r{what}: {count(done)}{of}   ", end=end, file=sys.stderr, flush=True)

@@ -7,13 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from syncline import jobs
 from syncline.cli import options
-from syncline.cli.nodes import Where, is_emulated, kept, link_check, marks_beside, run_folder
-from syncline.errors import Interrupted, RunFolderError
-from syncline.launcher.nodes import JOIN_TIMEOUT_S, JoinedNode
-from syncline.plan import Plan, load_plan
-from syncline.store import RunFolder, resumable_run
+from syncline.errors import RunFolderError
+from syncline.launcher.nodes import JOIN_TIMEOUT_S
+from syncline.plan import Plan
+from syncline.store import Run, resumable_run
 from syncline.units import format_seconds
+from syncline.voice import Show, Voice
 
 
 def train(
@@ -52,42 +53,31 @@ def train(
     as_json: options.Json = False,
 ) -> None:
     """Train a model on many workers, with one method."""
-    where = Where(hosts, workers_per_host, link, nodes, node_rank, rendezvous, join_timeout)
+    where = options.Where(hosts, workers_per_host, link, nodes, node_rank, rendezvous, join_timeout, port)
     flags = {
-        "model": model, "data": data, "data_dir": str(data_dir) if data_dir else None, "method": method,
-        "workers": workers, "threads": threads, "global_batch": global_batch, "steps": steps, "epochs": epochs,
-        "recipe": recipe, "seed": seed, "compute": compute, "eval_per_rank": eval_per_rank,
-        "max_restarts": max_restarts, **options.parse_settings(settings),
+        "model": model, "data": data, "data_dir": data_dir, "method": method, "workers": where.workers(workers),
+        "threads": threads, "global_batch": global_batch, "steps": steps, "epochs": epochs, "recipe": recipe,
+        "seed": seed, "compute": compute, "eval_per_rank": eval_per_rank, "max_restarts": max_restarts,
+        "hosts": where.num_hosts, "link": link, **options.parse_settings(settings),
     }  # fmt: skip
-    changed = profile or not where.adds_nothing or any(flag is not None for flag in flags.values())
-    if resume and (run_dir is not None or changed):
-        raise RunFolderError("--resume continues a run as it was planned: give no other plan flags with it.")
-    old = resumable_run(plan) if resume else None
-    if old is not None and old.plan().replayed:
-        raise RunFolderError(f"{old.path} is a replayed run: it keeps no checkpoints.", action="Start a new run.")
-    given = old.plan() if old else load_plan(plan, where.plan_flags(flags))
-    given = _with_profile(given) if profile else given
-    emulated = given.hosts > 1 and not where.is_node
-    quiet = as_json or print_plan or resume or emulated
-    chosen = options.resolved(given, quiet=quiet, on_node=where.is_node)
-    if print_plan:
-        print(chosen.to_toml(), end="")
-        return
-    if emulated:
-        from syncline.cli.emulated import on_emulated_hosts
-
-        arguments = where.emulated_arguments(run_dir, as_json=as_json)
-        on_emulated_hosts("train", chosen, arguments, resume=old.path if old else None)
-        return
-    with where.joined(chosen, quiet=as_json) as here:
-        label = f"{chosen.method}-{chosen.workers}"
-        run = run_folder(here, run_dir, old, kind="train", plan=chosen, label=label)
-        summary = _run(run, chosen, here, resume=resume, port=port, quiet=as_json)
-        if summary is not None:
-            summary["marks"], summary["link"] = marks_beside(chosen), link_check()
-            run.write_summary(summary)
-    if summary is not None:
-        _show(run, summary, as_json=as_json)
+    show: Show = "progress" if as_json else "all"
+    if resume:
+        changed = {name: value for name, value in flags.items() if name != "hosts" and value is not None}
+        if run_dir is not None or profile or changed or not where.adds_nothing:
+            raise RunFolderError("--resume continues a run as it was planned: give no other plan flags with it.")
+        old = resumable_run(plan)
+        place = where.place(old.plan())
+        run = jobs.resume(old.path, place=place, show=show)
+    else:
+        given = jobs.make_plan(plan, flags)
+        given = _with_profile(given) if profile else given
+        place = where.place(given)
+        if print_plan:
+            print(jobs.resolved(given, place, Voice()).to_toml(), end="")
+            return
+        run = jobs.train(given, run_dir=run_dir, place=place, show=show)
+    if place.owns_run:
+        _show(run, as_json=as_json)
 
 
 def _with_profile(plan: Plan) -> Plan:
@@ -100,38 +90,8 @@ def _with_profile(plan: Plan) -> Plan:
     return plan.replace(profile={"steps": list(steps), "ranks": list(plan.profile.ranks)})
 
 
-def _run(
-    run: RunFolder, plan: Plan, here: JoinedNode | None, *, resume: bool, port: int, quiet: bool
-) -> dict[str, Any] | None:
-    if not quiet:
-        threads = "1 thread" if plan.threads == 1 else f"{plan.threads} threads"
-        note = f", compute {plan.compute_note}" if plan.replayed else ""
-        print(f"{plan.model}, {plan.method}, {plan.workers} x {threads}{note}; run folder {run.path}")
-    try:
-        with kept(run, here, resumed=resume):
-            from syncline import worker
-
-            if resume and not quiet:
-                print(f"continuing {_where(run)}")
-            summary: dict[str, Any] | None = options.on_ranks(
-                worker.train, (plan, run, resume, quiet), plan, run.logs, port,
-                max_restarts=plan.max_restarts, here=here,
-            )  # fmt: skip
-    except (Interrupted, KeyboardInterrupt) as error:
-        message = error.message if isinstance(error, Interrupted) else "Stopped by Ctrl-C."
-        action = f"Continue {_where(run)} with: syncline train --resume {run.path}"
-        if here is not None and not is_emulated():
-            action += " on every node, with the same --nodes, --node-rank and --rendezvous"
-        raise Interrupted(message, action=action) from None
-    return summary
-
-
-def _where(run: RunFolder) -> str:
-    step = run.checkpoint_step()
-    return "from the start (there is no checkpoint yet)" if step is None else f"after step {step}"
-
-
-def _show(run: RunFolder, summary: dict[str, Any], *, as_json: bool) -> None:
+def _show(run: Run, *, as_json: bool) -> None:
+    summary = run.summary
     if as_json:
         options.print_json({"run": str(run.path), **summary})
         return

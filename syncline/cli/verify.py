@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from syncline import jobs
 from syncline.cli import options
-from syncline.cli.compare import method_names
-from syncline.errors import PlanError
-from syncline.methods import METHODS
-from syncline.plan import load_plan
+from syncline.launcher.places import Here
 from syncline.report.tables import certificate_table
-
-SENDING = [name for name, row in METHODS.items() if row.takes_turns and not row.alone]
 
 
 def verify(
     workers: Annotated[str, typer.Option(help="World sizes, with commas between.")] = "2",
-    methods: Annotated[str, typer.Option(help="Methods to certify, with commas between.")] = ",".join(SENDING),
+    methods: Annotated[str, typer.Option(help="Methods to certify, with commas between.")] = ",".join(jobs.SENDING),
     models: Annotated[str, typer.Option(help="Models to certify on, with commas between.")] = "cnn,vgg11",
     transfer_dtype: Annotated[
         str | None, typer.Option(help="Certify 16-bit transfers, bf16 or fp16, of the methods that have them.")
@@ -28,6 +24,8 @@ def verify(
     ] = None,
     threads: options.Threads = None,
     seed: options.Seed = None,
+    hosts: options.Hosts = None,
+    link: options.Link = None,
     port: options.Port = 0,
     as_json: options.Json = False,
 ) -> None:
@@ -37,45 +35,14 @@ def verify(
 
     Exit code 1 if any certificate fails.
     """
-    names = method_names(methods)
-    if transfer_dtype:
-        names = [name for name in names if "transfer_dtype" in METHODS[name].options]
-    if not names or any(METHODS[name].alone for name in names):
-        silent = " and ".join(name for name, row in METHODS.items() if row.alone)
-        raise PlanError(
-            f"there is nothing to certify: {silent} send nothing, and not all methods have 16-bit transfers."
-        )
-    flags = {"threads": threads, "seed": seed, "options.transfer_dtype": transfer_dtype, "batch_norm": batch_norm}
-    rows: list[dict[str, Any]] = []
-    for world_size in _world_sizes(workers):
-        rows += _certify({**flags, "workers": world_size}, names, models.split(","), port, quiet=as_json)
-    passed = all(row["passed"] for row in rows)
+    certificates = jobs.verify(
+        workers=options.numbers(workers, "--workers"), methods=options.names(methods), models=options.names(models),
+        transfer_dtype=transfer_dtype, batch_norm=batch_norm, threads=threads, seed=seed, hosts=hosts, link=link,
+        place=None if hosts else Here(port), show="progress" if as_json else "all",
+    )  # fmt: skip
     if as_json:
-        options.print_json({"passed": passed, "certificates": rows})
+        options.print_json({"passed": certificates.holds, "certificates": certificates.rows})
     else:
-        certificate_table(rows)
-        print("all certified; next: syncline compare" if passed else "NOT certified: see WRONG above")
-    raise typer.Exit(0 if passed else 1)
-
-
-def _certify(
-    flags: dict[str, Any], methods: list[str], models: list[str], port: int, *, quiet: bool
-) -> list[dict[str, Any]]:
-    flags = {**flags, "data": "synthetic", "method": methods[0]}
-    for model in models:
-        load_plan(None, {**flags, "model": model})
-    plan = options.resolved(load_plan(None, flags), quiet=True)
-    from syncline import worker
-
-    rows: list[dict[str, Any]] = options.on_ranks(worker.certify, (plan, methods, models, quiet), plan, None, port)
-    return rows
-
-
-def _world_sizes(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise PlanError(f"--workers {text!r} is not a list of numbers.", action="Write it as 2,4.") from None
-    for size in sizes:
-        load_plan(None, {"workers": size})
-    return sizes
+        certificate_table(certificates.rows)
+        print("all certified; next: syncline compare" if certificates.holds else "NOT certified: see WRONG above")
+    raise typer.Exit(0 if certificates.holds else 1)

@@ -9,13 +9,15 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from syncline.voice import Voice
+
 
 class Display:
-    """Shows steps and lines. Quiet: the bar only; on ranks other than 0: nothing at all."""
+    """Shows steps and lines as far as the voice allows; on ranks other than 0 nothing at all."""
 
-    def __init__(self, *, rank: int = 0, quiet: bool = False, unit: str = "step", counted: str = "images") -> None:
-        self._shown = rank == 0
-        self._lines = self._shown and not quiet
+    def __init__(self, voice: Voice, *, rank: int = 0, unit: str = "step", counted: str = "images") -> None:
+        self._has_bar = rank == 0 and voice.has_bar
+        self._has_lines = rank == 0 and voice.has_lines
         self._unit = unit
         self.counted = counted
         """What a rate is of: images or tokens."""
@@ -23,7 +25,7 @@ class Display:
         self._bar: Progress | None = None
 
     def __enter__(self) -> Self:
-        if self._shown and self._console.is_terminal:
+        if self._has_bar and self._console.is_terminal:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 MofNCompleteColumn(),
@@ -57,7 +59,7 @@ class Display:
             self._bar.update(self._task, figures=what)
 
     def line(self, text: str) -> None:
-        if not self._lines:
+        if not self._has_lines:
             return
         if self._bar is not None and sys.stdout.isatty():
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)

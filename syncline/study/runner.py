@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from syncline.cli import options
-from syncline.cli.nodes import marks_beside
-from syncline.cli.probe import DEFAULT_SIZES
-from syncline.collectives.patterns import PATTERNS, make_schedule
-from syncline.errors import Interrupted, PlanError, RunFolderError, SynclineError, UsageError
-from syncline.plan import Plan
-from syncline.report.page import write_report
-from syncline.report.schedules import schedule_svg
-from syncline.store import Run, RunFolder, create_run, machine, write_atomic
+from syncline.errors import Interrupted, RunFolderError, UsageError
+from syncline.store import Run, machine, write_atomic
 from syncline.study.capacity import does_not_fit
 from syncline.study.cells import Cell, Chosen, Ground, expand
-from syncline.study.contents import main_answer, study_contents
+from syncline.study.contents import Contents, main_answer, study_contents
 from syncline.study.estimate import Estimate, estimate
 from syncline.study.file import Stage, Study
 from syncline.study.links import with_links
@@ -32,9 +22,9 @@ from syncline.study.results import best_points, is_finished, rows_of
 from syncline.study.rows import Row, matching, pooled
 from syncline.study.timeline import Timeline, timeline_of
 from syncline.units import format_bytes
+from syncline.voice import Voice
 
 FORMAT = 1
-PROBE_VISITS = 7
 
 
 @dataclass
@@ -47,6 +37,7 @@ class StudyRun:
     quick: bool
     command: str
     """What a reader types to get the same."""
+    voice: Voice = field(default_factory=Voice)
     skipped: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     cells: list[Cell] = field(default_factory=list)
@@ -58,8 +49,9 @@ class StudyRun:
     def stages(self) -> list[Stage]:
         return [stage for stage in self.study.stage if not (self.quick and stage.quick.skip)]
 
-    def run(self) -> None:
-        """All cells that are not finished yet. What cannot run here is noted with its reason."""
+    def run(self, run_cell: Callable[[Cell, Path], None]) -> None:
+        """All cells that are not finished yet, each into its own folder by `run_cell`, which raises UsageError where
+        it cannot run here: that is noted with its reason."""
         planned = [cell for stage in self.stages() for cell in self._cells(stage)]
         guesses = {cell.name: estimate(cell) for cell in planned}
         self._announce(planned, guesses)
@@ -69,7 +61,7 @@ class StudyRun:
                 cells = self._cells(stage, self._best(stage))
                 clock.settle(stage.name, cells)
                 for cell in cells:
-                    self._take(cell, clock)
+                    self._take(cell, clock, run_cell)
         except (Interrupted, KeyboardInterrupt) as error:
             message = error.message if isinstance(error, Interrupted) else "Stopped by Ctrl-C."
             action = f"Finished cells are kept; continue with: {self.command}"
@@ -118,13 +110,10 @@ class StudyRun:
                     found += [drawn] if drawn is not None else []
         return found
 
-    def _schedules(self) -> list[tuple[str, str]]:
-        if not any(spec.kind == "schedules" for spec in self.study.figure):
-            return []
-        return [(f"{name} on 4 ranks", schedule_svg(make_schedule(name, 4))) for name in PATTERNS]
-
-    def report(self, folder: Path, *, answers: bool) -> Path:
-        contents = study_contents(
+    def contents(self, *, answers: bool, schedules: list[tuple[str, str]]) -> Contents:
+        """What the report says. `schedules` are drawings of collectives, where a figure asks for them."""
+        is_drawn = any(spec.kind == "schedules" for spec in self.study.figure)
+        return study_contents(
             self.study,
             self.rows,
             machine(),
@@ -134,33 +123,32 @@ class StudyRun:
             plans=[(cell.name, cell.plan.to_toml()) for cell in self.cells],
             quick=self.quick,
             timelines=self._timelines(),
-            schedules=self._schedules(),
+            schedules=schedules if is_drawn else [],
         )
-        return write_report(contents, folder)
 
     def _announce(self, planned: Sequence[Cell], guesses: dict[str, Estimate]) -> None:
         left = [cell for cell in planned if not is_finished(self.cell_folder / cell.name)]
         seconds = sum(guesses[cell.name].seconds for cell in left)
         memory = max((guesses[cell.name].memory_bytes for cell in left), default=0)
         kept = f", {len(planned) - len(left)} finished earlier and kept" if len(left) < len(planned) else ""
-        print(f"{self.study.title}\n{len(planned)} cells{kept}; {self.folder}")
+        self.voice.say(f"{self.study.title}\n{len(planned)} cells{kept}; {self.folder}")
         if left:
-            print(f"estimate: {_minutes(seconds)}, up to {format_bytes(memory)} of memory", flush=True)
+            self.voice.say(f"estimate: {_minutes(seconds)}, up to {format_bytes(memory)} of memory")
 
     def _best(self, stage: Stage) -> Chosen | None:
         if stage.best_of is None:
             return None
         return best_points(stage, pooled([row for row in self.rows if row.stage == stage.best_of.stage]))
 
-    def _take(self, cell: Cell, clock: _Clock) -> None:
+    def _take(self, cell: Cell, clock: _Clock, run_cell: Callable[[Cell, Path], None]) -> None:
         path = self.cell_folder / cell.name
         if not is_finished(path):
             why = cell.why_not or self._too_large(cell) or estimate(cell).does_not_fit()
             if why is None:
-                why = self._run_cell(cell, path, clock)
+                why = self._run_cell(cell, path, clock, run_cell)
             if why is not None:
                 self.skipped[cell.name] = why
-                print(f"  skipped {cell.name}: {why}", flush=True)
+                self.voice.say(f"  skipped {cell.name}: {why}")
                 clock.finish(cell, None)
                 return
         clock.finish(cell, None)
@@ -175,10 +163,10 @@ class StudyRun:
         self.cells.append(cell)
         self.rows += rows_of(cell, self.cell_folder / cell.name)
 
-    def _run_cell(self, cell: Cell, path: Path, clock: _Clock) -> str | None:
+    def _run_cell(self, cell: Cell, path: Path, clock: _Clock, run_cell: Callable[[Cell, Path], None]) -> str | None:
         """Run it; the reason if it cannot run here."""
         shutil.rmtree(path, ignore_errors=True)  # what a Ctrl-C left of it
-        print(f"[{clock.position(cell)}] {describe_cell(cell)} ...", flush=True)
+        self.voice.say(f"[{clock.position(cell)}] {describe_cell(cell)} ...")
         start = time.monotonic()
         try:
             run_cell(cell, path)
@@ -187,7 +175,7 @@ class StudyRun:
             return error.message
         took = time.monotonic() - start
         clock.finish(cell, took)
-        print(f"    {took:.0f} s; {clock.left()}", flush=True)
+        self.voice.say(f"    {took:.0f} s; {clock.left()}")
         return None
 
 
@@ -224,88 +212,6 @@ class _Clock:
         guessed = sum(self._guess[name] for name in self._taken)
         factor = sum(self._taken.values()) / guessed if guessed else 1.0
         return f"{_minutes(sum(self._left.values()) * factor)} left" if self._left else "done"
-
-
-def run_cell(cell: Cell, path: Path) -> None:
-    """One cell into its run folder. Raises UsageError where it cannot run here."""
-    plan = options.resolved(cell.plan, quiet=True)
-    if plan.hosts > 1:
-        _on_emulated_hosts(cell, plan, path)
-        return
-    run = create_run(path, kind=cell.run, plan=plan, label=cell.stage)
-    with options.running(run):
-        summary = _RUN[cell.run](cell, plan, run)
-        run.write_summary(summary)
-
-
-def _on_emulated_hosts(cell: Cell, plan: Plan, path: Path) -> None:
-    """As a command of its own, which starts one node on each host."""
-    if cell.run not in ("train", "compare"):
-        raise PlanError(f"a stage that runs {cell.run} cannot run on emulated hosts.")
-    command = [sys.executable, "-P", "-c", "from syncline.cli import main; main()", cell.run]
-    with tempfile.TemporaryDirectory(prefix="syncline-cell-") as folder:
-        (Path(folder) / "plan.toml").write_text(plan.to_toml())
-        command += [str(Path(folder) / "plan.toml"), "--run-dir", str(path), "--json"]
-        if cell.run == "compare":
-            steps, warmup = str(plan.steps), str(plan.measure.warmup)
-            command += ["--methods", ",".join(cell.methods), "--steps", steps, "--warmup", warmup]
-        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        try:
-            _, said = child.communicate()
-        except KeyboardInterrupt:
-            child.communicate()  # a Ctrl-C is for it too: it ends its hosts and says how
-            raise Interrupted("Stopped by Ctrl-C.") from None
-    last = said.strip().splitlines()[-1].removeprefix("syncline: ") if said.strip() else ""
-    if child.returncode == UsageError.exit_code:
-        raise PlanError(last)
-    if child.returncode == Interrupted.exit_code:
-        raise Interrupted("Stopped by Ctrl-C.")
-    if child.returncode != 0:
-        raise SynclineError(f"cell {cell.name} failed: {last}", action=f"See {path / 'logs'}.")
-
-
-def _train(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
-    from syncline import worker
-
-    summary: dict[str, Any] = options.on_ranks(worker.train, (plan, run, False, True), plan, run.logs, 0)
-    summary["marks"] = marks_beside(plan)
-    shutil.rmtree(run.checkpoints, ignore_errors=True)  # a study never continues a cell
-    return summary
-
-
-def _compare(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
-    from syncline import worker
-
-    rows = options.on_ranks(worker.compare, (plan, run, list(cell.methods), True), plan, run.logs, 0)
-    return {"workers": plan.workers, "global_batch": plan.global_batch, "rows": rows, "marks": marks_beside(plan)}
-
-
-def _verify(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
-    from syncline import worker
-
-    rows = options.on_ranks(worker.certify, (plan, list(cell.methods), [plan.model], True), plan, run.logs, 0)
-    return {"rows": rows}
-
-
-def _function(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
-    from syncline import worker
-
-    rows = options.on_ranks(worker.call, (plan, cell.call), plan, run.logs, 0)
-    return {"rows": rows}
-
-
-def _probe(cell: Cell, plan: Plan, run: RunFolder) -> dict[str, Any]:
-    """As many visits to each size as the plan has steps."""
-    from syncline import worker
-    from syncline.measure.probe import summarise
-
-    visits = plan.steps or PROBE_VISITS
-    given = (plan, ["gloo", "shared-memory"], list(DEFAULT_SIZES), visits, True)
-    rows = options.on_ranks(worker.probe, given, plan, run.logs, 0)
-    return {**summarise(rows, workers=plan.workers), "marks": marks_beside(plan)}
-
-
-_RUN = {"train": _train, "compare": _compare, "verify": _verify, "function": _function, "probe": _probe}
 
 
 def open_study(folder: Path, title: str, *, fresh: bool = False, **settings: Any) -> None:

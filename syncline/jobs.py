@@ -1,0 +1,445 @@
+"""Composition: use cases, from a plan to a finished run folder, once for every place and every verb.
+
+    run = syncline.train(model="vgg11", method="bucketed", workers=2, steps=20)
+    syncline.compare(methods=["ddp", "bucketed"], workers=2).table()
+    syncline.verify(workers=4).holds
+
+They return values, raise Syncline's errors and print nothing unless asked (`show`). The process that calls them owns
+the run: it makes the folder, holds its lock, starts the ranks in their place, and writes status and summary, once.
+Torch is imported late: a wrong plan is refused in milliseconds.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from syncline.errors import Interrupted, PlanError, RunFolderError, UsageError
+from syncline.launcher.nodes import JoinedNode
+from syncline.launcher.places import Place, Ranks, RanksOfNode, place_for
+from syncline.machine import cores, oversubscription
+from syncline.marks import marks_of
+from syncline.methods import BASELINE, METHODS
+from syncline.plan import Plan, load_plan
+from syncline.results import Certificates, Comparison, Probe
+from syncline.store import Run, RunFolder, create_run, resumable_run
+from syncline.units import parse_bytes
+from syncline.voice import Show, Voice
+
+if TYPE_CHECKING:
+    from syncline.launcher.emulation.honesty import LinkCheck
+    from syncline.study.cells import Cell
+
+COMPARED = tuple(name for name, row in METHODS.items() if row.compared)
+"""What `compare` compares unless told otherwise."""
+SENDING = tuple(name for name, row in METHODS.items() if row.takes_turns and not row.alone)
+"""What `verify` certifies unless told otherwise."""
+BACKENDS = ("gloo", "shared-memory", "mpi")
+PROBED = ("gloo", "shared-memory")
+PROBED_BYTES = tuple(1000 * 4**power for power in range(8))
+"""1 kB to 16.4 MB."""
+MOST_BYTES = 1_000_000_000
+PROBE_VISITS = 7
+
+PlanSource = Plan | Path | str | None
+"""A plan, the path of one in TOML, or None for the defaults."""
+
+
+def train(
+    plan: PlanSource = None, *,
+    model: str | None = None, data: str | None = None, data_dir: Path | str | None = None, method: str | None = None,
+    workers: int | None = None, threads: int | None = None, global_batch: int | None = None,
+    steps: int | None = None, epochs: int | None = None, recipe: str | None = None, seed: int | None = None,
+    compute: str | None = None, hosts: int | None = None, link: str | None = None, max_restarts: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    run_dir: Path | str | None = None, place: Place | None = None, show: Show = "nothing",
+) -> Run:  # fmt: skip
+    """Train a model on many workers, with one method.
+
+    Keywords override the plan; `settings` takes any other plan key ("optimizer.learning_rate"). The run is written to
+    `run_dir`, or to a new folder below runs/.
+    """
+    flags = {
+        "model": model, "data": data, "data_dir": data_dir, "method": method, "workers": workers, "threads": threads,
+        "global_batch": global_batch, "steps": steps, "epochs": epochs, "recipe": recipe, "seed": seed,
+        "compute": compute, "hosts": hosts, "link": link, "max_restarts": max_restarts,
+    }  # fmt: skip
+    given = make_plan(plan, flags, settings)
+    place, voice = place or place_for(given), Voice(show)
+    return Run(_train(resolved(given, place, voice), place, voice, run_dir=_path(run_dir)).path)
+
+
+def resume(run: Run | Path | str | None = None, *, place: Place | None = None, show: Show = "nothing") -> Run:
+    """Continue a training run from its last checkpoint: the one given, or the newest below runs/."""
+    old = resumable_run(run.path if isinstance(run, Run) else _path(run))
+    given = old.plan()
+    if given.replayed:
+        raise RunFolderError(f"{old.path} is a replayed run: it keeps no checkpoints.", action="Start a new run.")
+    place, voice = place or place_for(given), Voice(show)
+    return Run(_train(resolved(given, place, voice, quiet=True), place, voice, old=old).path)
+
+
+def compare(
+    plan: PlanSource = None, *, methods: Sequence[str] = COMPARED,
+    model: str | None = None, data: str | None = None, data_dir: Path | str | None = None,
+    workers: int | None = None, threads: int | None = None, global_batch: int | None = None,
+    steps: int = 10, warmup: int = 2, seed: int | None = None, compute: str | None = None,
+    hosts: int | None = None, link: str | None = None, settings: Mapping[str, Any] | None = None,
+    run_dir: Path | str | None = None, place: Place | None = None, show: Show = "nothing",
+) -> Comparison:  # fmt: skip
+    """Time methods side by side: they take turns step by step on the same batches, in one world of ranks."""
+    names, voice = method_names(methods), Voice(show)
+    flags = {
+        "model": model, "data": data, "data_dir": data_dir, "workers": workers, "threads": threads,
+        "global_batch": global_batch, "steps": steps, "measure.warmup": warmup, "seed": seed, "compute": compute,
+        "hosts": hosts, "link": link, "method": leading(names),
+    }  # fmt: skip
+    given = make_plan(plan, flags, settings)
+    names = _without_single(names, voice) if given.replayed else names
+    names = _on_several_hosts(names, is_default=tuple(methods) == COMPARED) if given.hosts > 1 else names
+    place = place or place_for(given)
+    chosen = resolved(given, place, voice)
+    return Comparison(Run(_compare(chosen, names, place, voice, run_dir=_path(run_dir)).path))
+
+
+def verify(
+    *, workers: int | Sequence[int] = 2, methods: Sequence[str] = SENDING, models: Sequence[str] = ("cnn", "vgg11"),
+    transfer_dtype: str | None = None, batch_norm: str | None = None, threads: int | None = None,
+    seed: int | None = None, hosts: int | None = None, link: str | None = None,
+    place: Place | None = None, show: Show = "nothing",
+) -> Certificates:  # fmt: skip
+    """Prove that each method computes what one worker would.
+
+    Two references: the same shards run one after the other, and one worker on the whole batch.
+    """
+    names = method_names(methods)
+    if transfer_dtype:
+        names = [name for name in names if "transfer_dtype" in METHODS[name].options]
+    if not names or any(METHODS[name].alone for name in names):
+        silent = " and ".join(name for name, row in METHODS.items() if row.alone)
+        raise PlanError(
+            f"there is nothing to certify: {silent} send nothing, and not all methods have 16-bit transfers."
+        )
+    sizes = [workers] if isinstance(workers, int) else list(workers)
+    flags = {
+        "threads": threads, "seed": seed, "batch_norm": batch_norm, "options.transfer_dtype": transfer_dtype,
+        "hosts": hosts, "link": link, "data": "synthetic", "method": names[0],
+    }  # fmt: skip
+    plans = [make_plan(None, {**flags, "workers": size, "model": model}) for size in sizes for model in models]
+    voice, rows = Voice(show), []
+    for plan in plans[:: len(models)]:
+        at = place or place_for(plan)
+        on_hosts = _on_several_hosts(names, is_default=tuple(methods) == SENDING) if plan.hosts > 1 else names
+        chosen = resolved(plan, at, voice, quiet=True)
+        with at.joined(chosen, voice) as ranks:
+            from syncline import worker
+
+            rows += ranks.run(worker.certify, (chosen, on_hosts, list(models), voice), chosen, None)
+    return Certificates(rows)
+
+
+def probe(
+    *, workers: int | None = None, backends: Sequence[str] = PROBED, sizes: Sequence[int | str] = PROBED_BYTES,
+    repeats: int = PROBE_VISITS, threads: int | None = None, hosts: int | None = None, link: str | None = None,
+    run_dir: Path | str | None = None, place: Place | None = None, show: Show = "nothing",
+) -> Probe:  # fmt: skip
+    """Time all-reduce, send and receive, broadcast, gather and scatter by message size, and fit latency and rate."""
+    names, num_bytes = _backends(backends), _message_sizes(sizes)
+    if repeats < 1:
+        raise PlanError(f"--repeats {repeats} measures nothing.", action="Take at least 1.")
+    flags = {"workers": workers, "threads": threads, "hosts": hosts, "link": link}
+    plan = make_plan(None, {**flags, "data": "synthetic", "method": "all-reduce"})
+    if plan.hosts > 1:
+        names = _between_hosts(names, is_default=tuple(backends) == PROBED)
+    if plan.workers < 2:
+        raise PlanError("a probe needs somebody to talk to.", action="Take at least 2 workers.")
+    if "mpi" in names:
+        from syncline.launcher.mpi import mpiexec_command
+
+        mpiexec_command(plan.workers)  # whether there is one is better known now than after the others were measured
+    place, voice = place or place_for(plan), Voice(show)
+    run = _probe(plan, names, num_bytes, repeats, place, voice, run_dir=_path(run_dir))
+    return Probe(Run(run.path))
+
+
+def run_cell(cell: Cell, path: Path) -> None:
+    """One cell of a study into its run folder. Raises UsageError where it cannot run here."""
+    voice, place = Voice(), place_for(cell.plan)
+    plan = resolved(cell.plan, place, voice)
+    if cell.run == "train":
+        run = _train(plan, place, voice, run_dir=path)
+        shutil.rmtree(run.checkpoints, ignore_errors=True)  # a study never continues a cell
+    elif cell.run == "compare":
+        _compare(plan, list(cell.methods), place, voice, run_dir=path)
+    elif cell.run == "probe":
+        backends = _between_hosts(list(PROBED), is_default=True) if plan.hosts > 1 else list(PROBED)
+        _probe(plan, backends, list(PROBED_BYTES), plan.steps or PROBE_VISITS, place, voice, run_dir=path)
+    else:
+        with _job(cell.run, plan, place, voice, label=cell.stage, run_dir=path) as job:
+            from syncline import worker
+
+            if cell.run == "verify":
+                rows = job.on_ranks(worker.certify, plan, list(cell.methods), [plan.model], voice)
+            else:
+                rows = job.on_ranks(worker.call, plan, cell.call)
+            job.finish({"rows": rows})
+
+
+def make_plan(plan: PlanSource, overrides: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> Plan:
+    """A plan, or that of a file, with keys on top; None means 'not given'."""
+    given = {**overrides, **(settings or {})}
+    if given.get("data_dir") is not None:
+        given["data_dir"] = str(given["data_dir"])
+    return load_plan(plan if isinstance(plan, Plan) else _path(plan), given)
+
+
+def resolved(plan: Plan, place: Place, voice: Voice, *, quiet: bool = False) -> Plan:
+    """The plan with data and threads filled in; says which data it is and whether cores are short."""
+    from syncline.resolve import resolve
+
+    place.prepare(plan)  # it loads torch while the data is checked
+    ranks_here = place.ranks_here(plan)
+    progress = voice.fetched if voice.has_bar else None
+    plan, sentence = resolve(plan, ranks_per_host=ranks_here, num_hosts=plan.hosts, progress=progress)
+    if not quiet:
+        voice.say(sentence)
+    warning = oversubscription(ranks_here, plan.threads or 1)
+    if warning and not plan.replayed:
+        voice.warn(warning)
+    return plan
+
+
+def where_to_continue(run: RunFolder) -> str:
+    step = run.checkpoint_step()
+    return "from the start (there is no checkpoint yet)" if step is None else f"after step {step}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that has its place and its folder, and whose ranks can start."""
+
+    plan: Plan
+    run: RunFolder
+    ranks: Ranks
+
+    def on_ranks(self, function: Callable[..., Any], plan: Plan, *args: Any) -> Any:
+        """The first rank's result. `plan` says which ranks; it is the function's first argument too."""
+        return self.ranks.run(function, (plan, *args), plan, self.run.logs)
+
+    def finish(self, summary: Mapping[str, Any] | None) -> None:
+        """The result, with what must be known to read it. Only the run's owner writes it."""
+        if self.ranks.owns_run and summary is not None:
+            write_result(self.run, self.plan, summary, self.ranks.link)
+
+
+def write_result(
+    run: RunFolder, plan: Plan, summary: Mapping[str, Any], link: LinkCheck | None = None, machines: int | None = None
+) -> None:
+    """By whoever owns the run, once. `machines`: how many there are, where another launcher placed the ranks."""
+    check = link.as_dict() if link is not None else None
+    marks = [mark.text for mark in marks_of(plan, cores(), check, machines=machines)]
+    run.write_summary({"link": check, **summary, "marks": marks})
+
+
+@contextmanager
+def _job(
+    kind: str, plan: Plan, place: Place, voice: Voice, *, label: str, run_dir: Path | None,
+    old: RunFolder | None = None,
+) -> Iterator[Job]:  # fmt: skip
+    """Whatever ends the ranks, the run folder says how it ended. A run that was refused leaves no trace."""
+    with place.joined(plan, voice) as ranks:
+        if isinstance(ranks, RanksOfNode) and not ranks.owns_run:
+            run, is_guest = _folder_of_node(ranks.here, old, kind=kind, plan=plan, label=label)
+        else:
+            run, is_guest = old or create_run(run_dir, kind=kind, plan=plan, label=label), False
+            if isinstance(ranks, RanksOfNode):
+                ranks.here.member.share({"run": str(run.path), "created": run.info()["created"]})
+                ranks.here.member.keep_files(run.path / "events")
+        with nullcontext() if is_guest else keeping(run, resumed=old is not None):
+            yield Job(plan, run, ranks)
+
+
+@contextmanager
+def keeping(run: RunFolder, *, resumed: bool = False) -> Iterator[None]:
+    """The owner's hold on a run: its lock, and its status from the first moment to the last."""
+    before = run.info()["status"]
+    try:
+        with run.locked():
+            if resumed:
+                run.set_status("running")
+            yield
+    except UsageError:
+        if resumed:
+            run.set_status(before)
+        else:
+            run.discard()
+        raise
+    except BaseException as error:
+        run.set_status("stopped" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed")
+        raise
+    run.set_status("finished")
+
+
+def _folder_of_node(
+    here: JoinedNode, old: RunFolder | None, *, kind: str, plan: Plan, label: str
+) -> tuple[RunFolder, bool]:
+    """The run's folder on a node that does not own it: node 0's own if this node sees it (then it is a guest there),
+    otherwise one of the same name. In that case the node's event logs go to node 0 at the end."""
+    chosen = here.member.shared()
+    first_rank = here.first_rank(plan.workers)
+    run = RunFolder(Path(chosen["run"]), keeper=first_rank)
+    more = {"created": chosen["created"], "node": here.node.node_rank}
+    known = run.info() if (run.path / "run.json").exists() else {}
+    if known.get("created") == chosen["created"] and "node" not in known:
+        return RunFolder(run.path), True
+    if known.get("created") != chosen["created"]:
+        if old is not None:
+            raise RunFolderError(
+                f"{run.path} on host {here.hosts[here.node.node_rank][0]} is not the run that node 0 continues.",
+                action="Start every node in the folder that it was started in.",
+            )
+        made = create_run(run.path, kind=kind, plan=plan, label=label, more=more)
+        run = RunFolder(made.path, made.made, first_rank)
+    here.files = lambda: sorted((run.path / "events").glob("rank-*.jsonl"))
+    return run, False
+
+
+def _train(
+    plan: Plan, place: Place, voice: Voice, *, run_dir: Path | None = None, old: RunFolder | None = None
+) -> RunFolder:
+    job: Job | None = None
+    try:
+        with _job(
+            "train", plan, place, voice, label=f"{plan.method}-{plan.workers}", run_dir=run_dir, old=old
+        ) as job:
+            threads = "1 thread" if plan.threads == 1 else f"{plan.threads} threads"
+            note = f", compute {plan.compute_note}" if plan.replayed else ""
+            voice.say(f"{plan.model}, {plan.method}, {plan.workers} x {threads}{note}; run folder {job.run.path}")
+            if old is not None:
+                voice.say(f"continuing {where_to_continue(job.run)}")
+            from syncline import worker
+
+            job.finish(job.on_ranks(worker.train, plan, job.run, old is not None, voice))
+            return job.run
+    except (Interrupted, KeyboardInterrupt) as error:
+        message = error.message if isinstance(error, Interrupted) else "Stopped by Ctrl-C."
+        if job is None:
+            raise Interrupted(message) from None
+        resume = f"syncline train --resume {job.run.path}{job.ranks.how_to_resume}"
+        raise Interrupted(message, action=f"Continue {where_to_continue(job.run)} with: {resume}") from None
+
+
+def _compare(plan: Plan, names: list[str], place: Place, voice: Voice, *, run_dir: Path | None) -> RunFolder:
+    # A comparison that was torn in two would be no comparison: it is not started again.
+    plan = plan.replace(max_restarts=0)
+    with _job("compare", plan, place, voice, label=str(plan.workers), run_dir=run_dir) as job:
+        from syncline import worker
+
+        rows = job.on_ranks(worker.compare, plan, job.run, names, voice)
+        about = {"workers": plan.workers, "compute": plan.compute_note, "global_batch": plan.global_batch}
+        job.finish({**about, "rows": rows})
+    return job.run
+
+
+def _probe(
+    plan: Plan,
+    backends: list[str],
+    sizes: list[int],
+    visits: int,
+    place: Place,
+    voice: Voice,
+    *,
+    run_dir: Path | None,
+) -> RunFolder:
+    label = f"{'+'.join(backends)}-{plan.workers}"
+    with _job("probe", plan, place, voice, label=label, run_dir=run_dir) as job:
+        from syncline import worker
+        from syncline.measure.probe import summarise
+
+        rows: list[dict[str, Any]] = []
+        if within := [name for name in backends if name != "mpi"]:
+            rows += job.on_ranks(worker.probe, plan, within, sizes, visits, voice)
+        if "mpi" in backends:  # it has ranks of its own, which mpiexec starts; all others share one world
+            rows += job.on_ranks(worker.probe, plan.replace(method="mpi"), ["mpi"], sizes, visits, voice)
+        job.finish(summarise(rows, workers=plan.workers, hosts=plan.hosts, link=plan.link))
+    return job.run
+
+
+def leading(names: Sequence[str]) -> str:
+    """The method that decides how many ranks the world has: one that sends, where there is one."""
+    return next((name for name in names if not METHODS[name].alone), names[-1])
+
+
+def method_names(words: Sequence[str]) -> list[str]:
+    """The methods, each once, `auto` as what it stands for; an unknown one is refused as the plan would."""
+    from syncline.resolve import choose_method
+
+    if not words:
+        raise PlanError("no method is named.", action=f"Choose some of {', '.join(METHODS)}.")
+    rows = [load_plan(None, {"method": word}).method_row for word in words]
+    for row in rows:
+        if not row.is_choice and not row.takes_turns:
+            raise PlanError(
+                f"method {row.name} has a world of its own and cannot take turns with the others.",
+                action=f"Time it with `syncline train --method {row.name}`.",
+            )
+    on_one_host, _ = choose_method(device="cpu", workers=2, num_hosts=1)
+    return list(dict.fromkeys(on_one_host if row.is_choice else row.name for row in rows))
+
+
+def _without_single(names: list[str], voice: Voice) -> list[str]:
+    """One worker on the whole batch has no recorded times: those are of a worker's share."""
+    others = [name for name in names if METHODS[name].world != "worker"]
+    if not others:
+        raise PlanError(
+            f"replayed times are those of one worker's share, so {BASELINE} has none for the whole batch.",
+            action=f"Choose other methods, or `syncline train --method {BASELINE}` for one worker on its share.",
+        )
+    if len(others) < len(names):
+        voice.warn(f"{BASELINE} is left out: replayed times are those of one worker's share.")
+    return others
+
+
+def _on_several_hosts(names: list[str], *, is_default: bool) -> list[str]:
+    """What can run there: shared memory reaches no further than one host. Named by the user, it is refused."""
+    local = [name for name in names if METHODS[name].in_memory]
+    if local and not is_default:
+        raise PlanError(f"method {local[0]} is for ranks of one host.", action="Leave it out with several hosts.")
+    return [name for name in names if name not in local]
+
+
+def _between_hosts(backends: list[str], *, is_default: bool) -> list[str]:
+    """Shared memory and this machine's mpiexec reach no further than one host."""
+    within = [name for name in backends if name != "gloo"]
+    if within and not is_default:
+        raise PlanError(f"backend {within[0]} stays on one host.", action="Take --backend gloo with several hosts.")
+    return ["gloo"]
+
+
+def _backends(names: Sequence[str]) -> list[str]:
+    unknown = [name for name in names if name not in BACKENDS]
+    if unknown or not names:
+        what = f"backend {unknown[0]!r} cannot be probed." if unknown else "no backend is named."
+        raise PlanError(what, action=f"Take some of {', '.join(BACKENDS)}.")
+    return list(dict.fromkeys(names))
+
+
+def _message_sizes(sizes: Sequence[int | str]) -> list[int]:
+    num_bytes = sorted({parse_bytes(size) if isinstance(size, str) else size for size in sizes})
+    for size in num_bytes:
+        if size % 4 or size > MOST_BYTES:
+            raise PlanError(
+                f"--sizes {size} is not a multiple of 4 up to 1 GB: messages are made of 4-byte numbers.",
+                action="Write it as 64kB,1MB.",
+            )
+    if not num_bytes:
+        raise PlanError("--sizes names no size.", action="Write it as 64kB,1MB.")
+    return num_bytes
+
+
+def _path(path: Path | str | None) -> Path | None:
+    return Path(path) if path is not None else None

@@ -1,0 +1,141 @@
+"""Composition: studies, from a file or flags to a report. Each cell is a use case of jobs.py."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from syncline import jobs
+from syncline.collectives.patterns import PATTERNS, make_schedule
+from syncline.errors import PlanError, RunFolderError
+from syncline.methods import current_name
+from syncline.report.page import write_report
+from syncline.report.schedules import schedule_svg
+from syncline.report.tables import print_table
+from syncline.results import Lab
+from syncline.store import ROOT, open_run
+from syncline.study.cells import Ground
+from syncline.study.contents import study_contents
+from syncline.study.file import load_study
+from syncline.study.on_the_spot import scaling_study, side_by_side, with_one
+from syncline.study.results import run_rows
+from syncline.study.runner import StudyRun, open_study
+from syncline.study.tables import build_table
+from syncline.voice import Show, Voice
+
+DEFAULT_LINK = "1gbit"
+
+
+def run_lab(
+    lab: str | Path, *, quick: bool = False, hosts: int | None = None, link: str | None = None, answers: bool = True,
+    out: Path | str | None = None, fresh: bool = False, settings: Mapping[str, Any] | None = None,
+    show: Show = "nothing",
+) -> Lab:  # fmt: skip
+    """Run a lab by name, or a study file or lab folder of your own, and write its report.
+
+    Finished cells are kept: called again after an interruption, it resumes where it left off. With `hosts` and
+    `link`, nodes are emulated hosts.
+    """
+    if (link is None) != (hosts is None):
+        raise PlanError("--hosts and --link go together.", action="Give both, such as --hosts 4 --link 1gbit.")
+    name, study = load_study(str(lab))
+    given = dict(settings or {})
+    study = study.with_settings(given)
+    words = [name, *(["quick"] if quick else []), *([f"{hosts}x{link}"] if hosts else [])]
+    folder = Path(out) if out is not None else ROOT / "-".join(["lab", *words])
+    arguments = [str(lab), *(["--quick"] if quick else [])]
+    arguments += ["--hosts", str(hosts), "--link", str(link)] if hosts else []
+    arguments += [word for key, value in given.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    arguments += ["--out", str(out)] if out else []
+    run = StudyRun(study, folder, Ground(hosts, link), quick, f"syncline lab {shlex.join(arguments)}", Voice(show))
+    run.check()
+    about = {"study": str(lab), "quick": quick, "hosts": hosts, "link": link, "settings": given}
+    open_study(folder, study.title, fresh=fresh, **about)
+    return _finished(run, folder / "report", answers=answers)
+
+
+def scale(
+    *, method: str = "ddp", workers: Sequence[int] = (1, 2, 4), strong: bool = True, model: str | None = None,
+    data: str | None = None, batch: int = 64, threads: int = 1, steps: int = 10, hosts: bool = False,
+    link: str | None = None, settings: Mapping[str, Any] | None = None, out: Path | str | None = None,
+    show: Show = "nothing",
+) -> Lab:  # fmt: skip
+    """Measure one scaling curve. With `hosts`, each worker is on an emulated host of its own."""
+    method, sizes = current_name(method, typed=True), with_one(workers)
+    link = link or (DEFAULT_LINK if hosts else None)
+    kind = "strong" if strong else "weak"
+    named = {key: value for key, value in (("model", model), ("data", data)) if value is not None}
+    plan = {**named, **(settings or {})}
+    study = scaling_study(method, sizes, strong=strong, batch=batch, threads=threads, steps=steps, plan=plan)
+    ground = Ground(max(sizes), link) if link else Ground()
+    words = ["scale", method, kind, *map(str, sizes), *([link] if link else [])]
+    folder = Path(out) if out is not None else ROOT / "-".join(words)
+    arguments = ["--method", method, "--workers", ",".join(map(str, sizes)), f"--{kind}", "--batch", str(batch)]
+    arguments += ["--threads", str(threads), "--steps", str(steps), *(["--hosts", "--link", link] if link else [])]
+    run = StudyRun(study, folder, ground, False, f"syncline scale {shlex.join(arguments)}", Voice(show))
+    run.check()
+    open_study(folder, study.title)
+    lab = _finished(run, folder / "report", answers=True)
+    if show == "all":
+        for spec in study.table:
+            table = build_table(spec, run.rows)
+            print_table(table.columns, table.rows, title=table.title)
+            for warning in table.warnings:
+                print(f"{warning.rule}: {warning.text}")
+    return lab
+
+
+def report(runs: Sequence[Path | str], out: Path | str = "report", *, answers: bool = True) -> Path:
+    """Write a report from stored runs alone: a lab's folder as the lab, other runs side by side. Returns the page."""
+    paths = [Path(run) for run in runs]
+    labs = [path for path in paths if (path / "lab.json").exists()]
+    if labs and len(paths) > 1:
+        raise RunFolderError("a lab's folder is reported alone.", action=f"Give only {labs[0]}.")
+    return (
+        _report_lab(labs[0], Path(out), answers=answers) if labs else _report_runs(paths, Path(out), answers=answers)
+    )
+
+
+def _finished(run: StudyRun, page: Path, *, answers: bool) -> Lab:
+    run.run(jobs.run_cell)
+    measured = [
+        {"stage": row.stage, **row.point, "step_s": step.value if (step := row.step()) else None, **row.parts}
+        for row in run.rows
+    ]
+    return Lab(run.folder, _write(run, page, answers=answers), run.answer(), measured, run.skipped)
+
+
+def _write(run: StudyRun, folder: Path, *, answers: bool) -> Path:
+    drawings = [(f"{name} on 4 ranks", schedule_svg(make_schedule(name, 4))) for name in PATTERNS]
+    return write_report(run.contents(answers=answers, schedules=drawings), folder)
+
+
+def _report_lab(folder: Path, out: Path, *, answers: bool) -> Path:
+    about = json.loads((folder / "lab.json").read_text())
+    if "study" not in about:
+        raise RunFolderError(f"{folder} holds a curve of `syncline scale`.", action="Its report is beside it.")
+    _, study = load_study(about["study"])
+    study = study.with_settings(about.get("settings", {}))
+    ground = Ground(about["hosts"], about["link"])
+    run = StudyRun(study, folder, ground, about["quick"], f"syncline report {folder}")
+    run.collect()
+    return _write(run, out, answers=answers)
+
+
+def _report_runs(paths: Sequence[Path], out: Path, *, answers: bool) -> Path:
+    runs = [open_run(path) for path in paths]
+    rows = [row for run in runs for row in run_rows(run.path, "runs")]
+    if not rows:
+        raise RunFolderError("none of these runs has a result yet.", action="`syncline runs` shows their state.")
+    contents = study_contents(
+        side_by_side([run.path.name for run in runs]),
+        rows,
+        runs[0].machine(),
+        answers=answers,
+        repeat="\n".join(f"syncline report {run.path}" for run in runs),
+        plans=[(run.path.name, run.plan().to_toml()) for run in runs],
+    )
+    return write_report(contents, out)
