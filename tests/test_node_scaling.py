@@ -213,7 +213,7 @@ def test_a_law_has_bounds_and_says_where_it_does_not_hold() -> None:
     slower = fit_law("amdahl", {1: 1.0, 2: 0.8, 4: 0.5})
     assert slower is not None
     assert (slower.share, slower.limit, slower.poor) == (1.0, 1.0, True)
-    assert "no serial share describes it (the nearest, 100%, is off by up to 50%)" in describe(slower)
+    assert "no serial share fits (the closest, 100%, is off by up to 50%)" in describe(slower)
     faster = fit_law("gustafson", {1: 1.0, 2: 2.2, 4: 4.3})
     assert faster is not None
     assert (faster.share, faster.limit, faster.interval) == (0.0, None, None)
@@ -223,7 +223,7 @@ def test_a_law_has_bounds_and_says_where_it_does_not_hold() -> None:
     assert noisy.interval is not None
     assert noisy.interval[0] < noisy.share < noisy.interval[1]
     assert not noisy.poor
-    assert "never give more than" in describe(noisy)
+    assert "the speed-up stays below" in describe(noisy)
 
 
 def strong(model: str, times: dict[int, float]) -> list[Row]:
@@ -235,8 +235,8 @@ def test_the_laws_are_told_for_each_model_and_doubted_where_they_fail() -> None:
     growing = strong("vgg16", {1: 4.0, 2: 3.0, 4: 4.0, 8: 8.0})
     said = OWN["laws"]([*lawful, *growing], {"weak": [at("resnet50", n, 1.0 + 0.01 * n) for n in (1, 2, 4)]})
     assert "Amdahl, resnet50: 25.0% (25% to 25%) of the step is serial" in said
-    assert "more nodes can never give more than 4.0 times" in said
-    assert "Amdahl, vgg16: no serial share describes it" in said
+    assert "however many nodes there are, the speed-up stays below 4.0" in said
+    assert "Amdahl, vgg16: no serial share fits" in said
     assert "Gustafson, resnet50: 3.7% of the step is serial" in said
     assert OWN["laws"](lawful[:2], {}).startswith("Not answered")
 
@@ -284,30 +284,32 @@ def pair(light: float, heavy: float, **more: Any) -> list[Row]:
 
 def test_the_model_that_scales_best_is_named_and_explained() -> None:
     said = OWN["scales-best"](pair(1.25, 2.5), {})
-    assert said.startswith("On 8 nodes light scales best: 6.40 times one node, 80%; heavy reaches 3.20 times, 40%.")
-    assert (
-        "The order is that of the bytes of gradients that go with each GFLOP, light 62.5 kB, heavy 625.0 kB" in said
+    assert said.startswith(
+        "On 8 nodes light scales best: 6.40 times one node, an efficiency of 80%; heavy reaches 3.20 times, 40%."
     )
+    assert "They rank as their bytes of gradients per GFLOP do, light 62.5 kB, heavy 625.0 kB" in said
 
 
 def test_an_order_that_bytes_do_not_explain_is_said_so() -> None:
     said = OWN["scales-best"](pair(2.5, 1.25), {})
     assert said.startswith("On 8 nodes heavy scales best")
     assert "do not explain this order" in said
-    assert "heavy sends 625.0 kB for each GFLOP, light 62.5 kB, and yet heavy scales better." in said
+    assert "heavy sends 625.0 kB per GFLOP and light 62.5 kB, yet heavy scales better." in said
     assert "The order is that of" not in said
     timed = OWN["bytes-against-flops"](pair(2.5, 1.25, light_s=0.1, heavy_s=10.0), {})
-    assert "bytes for each second of compute do explain it (heavy 50 MB/s, light 1000 MB/s)" in timed
+    assert "bytes per second of compute do explain it (heavy 50 MB/s, light 1000 MB/s)" in timed
 
 
 def test_equal_models_have_no_best_one() -> None:
     said = OWN["scales-best"](pair(1.25, 1.251), {})
     assert said.startswith("On 8 nodes no model scales better than another: light 80%, heavy 80%.")
-    assert "do not tell them apart" in said
+    assert "do not separate them" in said
     assert OWN["scales-best"](pair(1.25, 2.5)[::2], {}).startswith("Not answered")
     assert OWN["bytes-against-flops"](pair(1.25, 2.5)[:2], {}).startswith("Not answered")
     third = [at("third", 1, 1.0, figures=MANY), at("third", 8, 1.25, figures=MANY)]
-    assert "light scales best (no difference to third)" in OWN["scales-best"]([*pair(1.25, 2.5), *third], {})
+    assert "light scales best (no measurable difference from third)" in OWN["scales-best"](
+        [*pair(1.25, 2.5), *third], {}
+    )
     bare = [at("a", 1, 1.0), at("a", 2, 1.0), at("b", 1, 1.0), at("b", 2, 2.0)]
     assert "is not known" in OWN["scales-best"](bare, {})
 
@@ -321,7 +323,7 @@ def test_each_model_is_told_weak_and_strong() -> None:
     said = OWN["scaling-by-model"](pair(1.25, 16.0), {"strong": strong("light", {1: 4.0, 8: 2.0})})
     assert "light: 6.40 times one node on 8 nodes at one batch per node (weak), 80%; 2.00 times" in said
     assert "on 8 nodes at one global batch (strong), 25%." in said
-    assert "heavy: 0.50 times one node on 8 nodes at one batch per node (weak), 6%, which does not pay." in said
+    assert "heavy: 0.50 times one node on 8 nodes at one batch per node (weak), 6%, which does not pay off." in said
     assert OWN["scaling-by-model"]([], {}).startswith("Not answered")
 
 

@@ -71,7 +71,7 @@ def fastest(rows: Rows, _: Mapping[str, Rows]) -> str:
     ranked = sorted(there, key=step_time)
     best, worst = ranked[0], ranked[-1]
     equal = [row for row in ranked[1:] if no_difference(row, best)]
-    also = f" (no difference to {listed([row.method for row in equal])})" if equal else ""
+    also = f" (no measurable difference from {listed([row.method for row in equal])})" if equal else ""
     text = f"On {most} workers {best.method} is fastest{also}: {step_text(best)} a step"
     if worst is not best and worst not in equal:
         ratio = step_time(worst) / step_time(best)
@@ -82,11 +82,10 @@ def fastest(rows: Rows, _: Mapping[str, Rows]) -> str:
 def _gain(row: Row, rows: Rows) -> str:
     speedup, efficiency = (read(name, row, rows) for name in ("speedup", "efficiency"))
     if speedup is None or efficiency is None:
-        return "What it gains over one worker was not measured."
-    share = f"{efficiency:.0%} of what {row.workers} workers could give"
-    if speedup <= 1:
-        return f"It trains {speedup:.2f} times as many samples a second as one worker ({share}): it does not pay."
-    return f"It trains {speedup:.2f} times as many samples a second as one worker: {share}."
+        return "Its gain over one worker was not measured."
+    verdict = "" if speedup > 1 else " It does not pay off."
+    rate = f"{speedup:.2f} times as many samples a second as one worker"
+    return f"It processes {rate}, an efficiency of {efficiency:.0%}.{verdict}"
 
 
 def scaling(rows: Rows, _: Mapping[str, Rows]) -> str:
@@ -117,8 +116,8 @@ def _best_of(group: Rows, keys: Sequence[str], label: str, who: tuple[str, str])
     equal = [row for row in same_batch if no_difference(row, best)]
     name = f"{who[0]} with {who[1]}" if who[0] else who[1]
     if len(equal) == len(group) - 1:
-        return f"{name}: no difference between any {label} that was tried."
-    also = f" (no difference to {', '.join(_values(row, keys) for row in equal)})" if equal else ""
+        return f"{name}: {label} makes no measurable difference."
+    also = f" (no measurable difference from {', '.join(_values(row, keys) for row in equal)})" if equal else ""
     worst = ranked[-1]
     return (
         f"{name}: {label} {_values(best, keys)}{also}, {throughput(best):.4g} samples/s; "

@@ -55,14 +55,14 @@ def describe(fit: SerialFit) -> str:
     """In words: the serial share and what follows from it, or that the law does not hold."""
     if fit.poor:
         return (
-            f"no serial share describes it (the nearest, {fit.share:.0%}, is off by up to "
-            f"{fit.worst_deviation:.0%}): what does not shrink changes with the number of nodes"
+            f"no serial share fits (the closest, {fit.share:.0%}, is off by up to {fit.worst_deviation:.0%}): the "
+            "part that does not shrink changes with the number of nodes"
         )
     between = f" ({fit.interval[0]:.0%} to {fit.interval[1]:.0%})" if fit.interval else ""
     text = (
         f"{fit.share:.1%}{between} of the step is serial, and no point is off by more than {fit.worst_deviation:.0%}"
     )
-    return f"{text}; more nodes can never give more than {fit.limit:.1f} times" if fit.limit else text
+    return f"{text}; however many nodes there are, the speed-up stays below {fit.limit:.1f}" if fit.limit else text
 
 
 def fit_law(law: Law, speedups: Mapping[int, float]) -> SerialFit | None:

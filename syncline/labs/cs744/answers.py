@@ -28,8 +28,8 @@ def root_exchange(rows: Rows, _: Mapping[str, Rows]) -> str:
     ratio = step_time(slowest) / step_time(flat)
     if no_difference(slowest, flat) or ratio <= 1:
         return (
-            f"{text}; yet here the step is not clearly slower than with {flat.method} "
-            f"({step_text(slowest)} and {step_text(flat)}): the link does not decide here."
+            f"{text}; but the step is not clearly slower than with {flat.method} ({step_text(slowest)} and "
+            f"{step_text(flat)}): here the link is not the bottleneck."
         )
     share = read("communication_share", slowest)
     spent = f" and spends {share:.0%} of the step on communication" if share is not None else ""
@@ -48,7 +48,7 @@ def bucketing(rows: Rows, _: Mapping[str, Rows]) -> str:
     if no_difference(best, plain):
         return (
             f"Nothing that this run can show: {best.method} takes {step_text(best)} and all-reduce "
-            f"{step_text(plain)}, a difference inside the spread."
+            f"{step_text(plain)}, a difference within the spread."
         )
     saved = step_time(plain) - step_time(best)
     if saved < 0:
@@ -73,14 +73,14 @@ def losses_differ(rows: Rows, others: Mapping[str, Rows]) -> str:
     if apart == 0:
         text = f"They do not: {listed(list(several))} end with the same loss, {several[low]:.4f}."
     else:
-        text = f"The last losses lie {apart:.2g} apart ({low} {several[low]:.4f}, {high} {several[high]:.4f})."
+        text = f"The last losses differ by {apart:.2g} ({low} {several[low]:.4f}, {high} {several[high]:.4f})."
     return f"{text} {_certified([row for rows in others.values() for row in rows])}"
 
 
 def _certified(rows: Rows) -> str:
     judged = [row for row in rows if "passed" in row.figures]
     if not judged:
-        return "No certificate was made."
+        return "No certificate was computed."
     wrong = [row.method for row in judged if not row.figures["passed"]]
     if wrong:
         return (

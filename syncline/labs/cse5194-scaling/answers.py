@@ -58,10 +58,11 @@ def scales_best(rows: Rows, _: Mapping[str, Rows]) -> str:
     if len(equal) == len(found) - 1:
         text = f"On {first.nodes} nodes no model scales better than another: {_shares(found)}."
     else:
-        also = f" (no difference to {listed(equal)})" if equal else ""
+        also = f" (no measurable difference from {listed(equal)})" if equal else ""
         text = (
-            f"On {first.nodes} nodes {first.name} scales best{also}: {first.speedup:.2f} times one node, "
-            f"{first.efficiency:.0%}; {last.name} reaches {last.speedup:.2f} times, {last.efficiency:.0%}."
+            f"On {first.nodes} nodes {first.name} scales best{also}: {first.speedup:.2f} times one node, an "
+            f"efficiency of {first.efficiency:.0%}; {last.name} reaches {last.speedup:.2f} times, "
+            f"{last.efficiency:.0%}."
         )
     return f"{text} {_why(found)}"
 
@@ -77,21 +78,21 @@ def _why(found: Sequence[_Reached]) -> str:
     by_flops = {one.name: read("bytes_per_gflop", one.row) for one in found}
     sent = {name: value for name, value in by_flops.items() if value is not None}
     if len(sent) < len(found):
-        return "What the models send for each operation is not known."
+        return "How much the models send per operation is not known."
     clear = [(a, b) for a, b in combinations(found, 2) if a.efficiency - b.efficiency >= TIE]
     if not clear:
-        return f"Bytes of gradients for each GFLOP do not tell them apart here: {_listed(sent)}."
+        return f"Bytes of gradients per GFLOP do not separate them here: {_listed(sent)}."
     against = [(a, b) for a, b in clear if sent[a.name] >= sent[b.name]]
     if not against:
         return (
-            f"The order is that of the bytes of gradients that go with each GFLOP, {_listed(sent)}: the less there "
-            "is to send for the same work, the less a node waits."
+            f"They rank as their bytes of gradients per GFLOP do, {_listed(sent)}: the less a model sends for the "
+            "same work, the less a node waits."
         )
     better, worse = against[0]
     text = (
-        f"Bytes against operations do not explain this order ({_listed(sent)}): {better.name} sends "
-        f"{_size(sent[better.name])} for each GFLOP, {worse.name} {_size(sent[worse.name])}, and yet {better.name} "
-        "scales better"
+        f"Bytes per operation do not explain this order ({_listed(sent)}): {better.name} sends "
+        f"{_size(sent[better.name])} per GFLOP and {worse.name} {_size(sent[worse.name])}, yet {better.name} scales "
+        "better"
     )
     return f"{text}{_by_time(clear)}."
 
@@ -103,7 +104,7 @@ def _by_time(clear: Sequence[tuple[_Reached, _Reached]]) -> str:
     if len(rates) < len(asked) or any(rates[a.name] >= rates[b.name] for a, b in clear):
         return ""
     listed = ", ".join(f"{name} {rate / 1e6:.0f} MB/s" for name, rate in sorted(rates.items(), key=lambda p: p[1]))
-    return f"; bytes for each second of compute do explain it ({listed}), because operations differ in speed"
+    return f"; bytes per second of compute do explain it ({listed}), because operations differ in speed"
 
 
 def scaling_by_model(rows: Rows, others: Mapping[str, Rows]) -> str:
@@ -113,7 +114,7 @@ def scaling_by_model(rows: Rows, others: Mapping[str, Rows]) -> str:
     stages += [("at one global batch (strong)", one) for one in others.values()]
     for kind, these in stages:
         for one in _reached(these):
-            gain = "" if one.speedup > 1 else ", which does not pay"
+            gain = "" if one.speedup > 1 else ", which does not pay off"
             words = f"{one.speedup:.2f} times one node on {one.nodes} nodes {kind}, {one.efficiency:.0%}{gain}"
             told.setdefault(one.name, []).append(words)
     if not told:

@@ -55,7 +55,7 @@ def _verdicts(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
         outcome = f"{PROCESSES} is faster" if ratio > 1 else f"{REPLICAS} is faster"
         times = f"{step_text(processes)} a step with {PROCESSES}, {step_text(replicas)} with {REPLICAS}"
         if no_difference(replicas, processes):
-            outcome = "there is no difference that this run could show"
+            outcome = "this run shows no difference"
         else:
             times += f": {max(ratio, 1 / ratio):.2f} times as long"
         found.setdefault(outcome, []).append(f"at {_batch(replicas)} samples per worker ({times})")
@@ -64,21 +64,21 @@ def _verdicts(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
 
 def _why(replicas: Row, processes: Row) -> str:
     if not replicas.parts or not processes.parts:
-        return "Why was not measured."
+        return "The run did not record why."
     compute = _sum(replicas, COMPUTED) - _sum(processes, COMPUTED)
     sent = _sum(processes, SENT) - _sum(replicas, SENT)
     slower = step_time(replicas) > step_time(processes)
     text = (
         f"At {_batch(replicas)}, forward and backward take {format_seconds(abs(compute))} "
-        f"{'longer' if compute > 0 else 'less'} in {REPLICAS}, and {PROCESSES}'s copying, waiting and sending takes "
-        f"{format_seconds(sent)} that {REPLICAS} does not have"
+        f"{'longer' if compute > 0 else 'less'} in {REPLICAS}, and {PROCESSES} spends {format_seconds(abs(sent))} "
+        f"{'more' if sent > 0 else 'less'} on copying, waiting and sending"
     )
     if slower and compute > max(0.0, sent):
-        return f"{text}: threads that share one interpreter, and add gradients up one after the other, cost more."
+        return f"{text}: sharing one interpreter and adding gradients one after the other costs the threads more."
     if not slower and compute <= 0 < sent:
-        return f"{text}: the threads lose nothing to each other, and save the sending."
+        return f"{text}: the threads do not slow each other down, and have nothing to send."
     if not slower and sent > compute:
-        return f"{text}: the threads save more than they lose to each other."
+        return f"{text}: the threads save more than they cost each other."
     return f"{text}: that alone does not explain the difference."
 
 
@@ -96,8 +96,8 @@ def data_loading(rows: Rows, _: Mapping[str, Rows]) -> str:
     if high[0] < KEEP_UP:
         return f"Almost nothing: waiting for batches adds at most {most} to an epoch. The loaders keep up."
     return (
-        f"Waiting for batches adds between {low[0]:.1%} {low[1]} and {most} to an epoch; loaders take their time "
-        "from the same cores."
+        f"Waiting for batches adds between {low[0]:.1%} {low[1]} and {most} to an epoch; loaders run on the same "
+        "cores as training."
     )
 
 
@@ -118,9 +118,9 @@ def _shortest(method: str, rows: Rows) -> str:
     scaled = {id(row): [value / _samples(row) for value in row.seconds] for row in ranked}
     equal = [row for row in ranked[1:] if inside_spread(scaled[id(row)], scaled[id(best)], ("", "")) is not None]
     if len(equal) == len(ranked) - 1:
-        return f"{method}: no difference between the batch sizes that were tried."
+        return f"{method}: no difference between the batch sizes tried."
     gain = (step_time(worst) / _samples(worst)) / (step_time(best) / _samples(best))
-    also = f" (no difference to {', '.join(str(_batch(row)) for row in equal)})" if equal else ""
+    also = f" (no measurable difference from {', '.join(str(_batch(row)) for row in equal)})" if equal else ""
     return (
         f"{method}: an epoch is shortest at {_batch(best)} per worker{also}; at {_batch(worst)} it takes "
         f"{gain:.2f} times as long."
@@ -134,11 +134,11 @@ def _memory(rows: Rows) -> str:
     figures = known[0].figures
     fit = [_batch(row) for row in known if row.figures["fits"]]
     text = (
-        f"A sample takes {format_bytes(round(figures['bytes_per_sample']))}, measured: one worker has room for a "
-        f"batch of {max(fit)}" if fit else "One worker has room for none of the batches"
+        f"A sample takes {format_bytes(round(figures['bytes_per_sample']))} of memory (measured): one worker has "
+        f"room for a batch of {max(fit)}" if fit else "One worker has room for none of the batches"
     )  # fmt: skip
     missing = [_batch(row) for row in known if not row.figures["fits"]]
-    return f"{text}, not for {min(missing)}." if missing and fit else f"{text}."
+    return f"{text}, but not for one of {min(missing)}." if missing and fit else f"{text}."
 
 
 def kind_of_scaling(rows: Rows, others: Mapping[str, Rows]) -> str:
@@ -148,7 +148,7 @@ def kind_of_scaling(rows: Rows, others: Mapping[str, Rows]) -> str:
     if not told:
         return missing("scaling against one worker")
     if any(row.stretched for these in stages for row in these):
-        told.append("Some of these workers shared cores: what they gain is no measure of the method.")
+        told.append("Some of these workers shared cores, so their speed-up says little about the method.")
     return " ".join(told)
 
 
@@ -162,14 +162,14 @@ def _scaling(rows: Rows) -> str | None:
         {whole for _, whole in each}
     ) > len({own for own, _ in each})
     kind = (
-        "One batch per worker, so that the global batch grows with the workers, is weak scaling"
+        "At one batch per worker the global batch grows with the workers: weak scaling"
         if weak
-        else "One global batch, of which each worker takes a smaller share, is strong scaling"
+        else "At one global batch each worker takes a smaller share of it: strong scaling"
     )
     best = {count: max((pair for pair in known if pair[0].workers == count), key=lambda pair: pair[1])
             for count in sorted({row.workers for row, _ in known})}  # fmt: skip
     gains = [f"{value:.2f} on {count} workers ({row.method}, {_size(row)})" for count, (row, value) in best.items()]
-    return f"{kind}: the best speed-up is {' and '.join(gains)}."
+    return f"{kind}. The best speed-up is {' and '.join(gains)}."
 
 
 def link_use(rows: Rows, _: Mapping[str, Rows]) -> str:
@@ -185,7 +185,7 @@ def link_use(rows: Rows, _: Mapping[str, Rows]) -> str:
     )
     alone = read("of_probe", row)
     if alone is not None:
-        text += f", {alone:.0%} of what an all-reduce reaches with no backward beside it"
+        text += f", {alone:.0%} of what an all-reduce reaches while nothing computes"
     shared = [rate for one, rate in moved if one.method == "shared-memory" and one.workers == row.workers]
     return f"{text}. shared-memory moves {max(shared) / 1e9:.3g} GB/s." if shared else f"{text}."
 
@@ -206,21 +206,19 @@ def remedies(rows: Rows, _: Mapping[str, Rows]) -> str:
     lost = _accuracy(reference) - _accuracy(plain)
     text = f"After {count} epochs {_told(reference)}, {_told(plain)}. "
     if lost <= _doubt(reference, plain):
-        return f"{text}The large batch loses nothing that this test set could show, so there is nothing to mend."
+        return f"{text}The large batch loses nothing that this test set can show, so there is nothing to remedy."
     best = max(remedied, key=_accuracy)
     text += f"With remedies: {'; '.join(_told(row) for row in remedied)}. "
     won = _accuracy(best) - _accuracy(plain)
     if won <= _doubt(best, plain):
         return f"{text}They do not help here."
-    gain = f"{won / lost:.0%} of the {100 * lost:.1f} points that were lost"
-    return f"{text}The best of them, {best.point['variant']}, wins back {gain}. One seed each."
+    gain = f"{won / lost:.0%} of the {100 * lost:.1f} points lost"
+    return f"{text}The best of them, {best.point['variant']}, recovers {gain}. Each ran with one seed."
 
 
 def _told(row: Row) -> str:
     last = row.figures["epochs"][-1]
-    return (
-        f"{row.point['variant']} is at training loss {last['train_loss']:.3f} and test accuracy {_accuracy(row):.1%}"
-    )
+    return f"{row.point['variant']} has training loss {last['train_loss']:.3f} and test accuracy {_accuracy(row):.1%}"
 
 
 def _accuracy(row: Row) -> float:
@@ -246,14 +244,14 @@ def set_epoch(rows: Rows, _: Mapping[str, Rows]) -> str:
     if untold["same_batches"] < 1:
         return f"Nothing here: without set_epoch only {untold['same_batches']:.0%} of a rank's batches repeat."
     text = (
-        "Without set_epoch every epoch is the first one again: all batches of a rank are those of the one before, "
-        f"and it has seen {untold['seen']:.0%} of the training set in all its epochs. With it "
-        f"{told['same_batches']:.0%} of the batches repeat, and it has seen {told['seen']:.0%}"
+        "Without set_epoch every epoch repeats the first: a rank gets the same batches again and sees only "
+        f"{untold['seen']:.0%} of the training set in all its epochs. With set_epoch {told['same_batches']:.0%} of "
+        f"its batches repeat, and it sees {told['seen']:.0%}"
     )
     own = by_name.get("Syncline")
     if own is not None and own["same_batches"] < 1:
-        found = f"{own['same_batches']:.0%} and {own['seen']:.0%}"
-        return f"{text}. Syncline's sharding takes the epoch as an argument: {found}."
+        shares = f"{own['same_batches']:.0%} and {own['seen']:.0%}"
+        return f"{text}. Syncline's sharding takes the epoch as an argument: {shares}."
     return f"{text}."
 
 
@@ -268,8 +266,8 @@ def what_travels(rows: Rows, _: Mapping[str, Rows]) -> str:
         return missing("the bytes of a step")
     first = next(iter(found.values()))
     text = (
-        f"Before the first step {format_bytes(first['start_bytes'])}, all weights and buffers of rank 0; in each "
-        f"step {format_bytes(first['gradient_bytes'])} of gradients, and"
+        f"Before the first step rank 0 sends {format_bytes(first['start_bytes'])}, all its weights and buffers; each "
+        f"step then sends {format_bytes(first['gradient_bytes'])} of gradients, and"
     )
     return f"{text} {'; '.join(_besides(policy, figures) for policy, figures in found.items())}."
 
@@ -290,17 +288,17 @@ def only_gradients(rows: Rows, _: Mapping[str, Rows]) -> str:
     told = []
     if start.figures["weights_apart"] > 0:
         told.append(
-            f"Ranks that did not start from the same weights stay {start.figures['weights_apart']:.0%} apart and are "
-            f"two models ({start.figures['accuracy_0']:.1%} and {start.figures['accuracy_1']:.1%} right)"
+            f"Ranks that start from different weights stay {start.figures['weights_apart']:.0%} apart and end as two "
+            f"models (accuracy {start.figures['accuracy_0']:.1%} and {start.figures['accuracy_1']:.1%})"
         )
     if same.figures["weights_apart"] == 0 and same.figures["means_apart"] > 0:
         told.append(
-            "from the same start weights stay equal to the bit, but the running means of batch norm lie "
+            "from the same start, weights stay bitwise equal, but the running means of batch norm drift "
             f"{same.figures['means_apart']:.1%} apart{_half(local, same)}"
         )
     whole = next((row for row in found if row.point["batch_norm"] == "sync" and row.point["start"] == "same"), None)
     if told and whole is not None and whole.figures["means_apart"] == 0:
-        told.append("with statistics of the global batch (sync) nothing drifts")
+        told.append("with statistics of the global batch (sync), nothing drifts")
     return f"{'; '.join(told)}." if told else "Nothing drifted apart in this run."
 
 
@@ -308,7 +306,7 @@ def _half(local: Rows, same: Row) -> str:
     half = next((row for row in local if row.point["classes"] != "all"), None)
     if half is None or half.figures["means_apart"] <= same.figures["means_apart"]:
         return ""
-    return f", {half.figures['means_apart']:.1%} where each rank sees half of the classes"
+    return f" ({half.figures['means_apart']:.1%} if each rank sees only half of the classes)"
 
 
 def _batch(row: Row) -> int:
