@@ -34,6 +34,12 @@ def available_bytes(table: Path = Path("/proc/meminfo"), group: Path = Path("/sy
     return available
 
 
+def boot_id() -> str:
+    """One boot of one kernel, which containers and emulated hosts of a machine share; empty where there is none."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""
+
+
 def cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

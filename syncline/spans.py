@@ -28,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from syncline.machine import boot_id
 from syncline.methods import OLD_NAMES
 
 FORMAT = 1
@@ -177,6 +178,5 @@ def _header(rank: int, world_size: int) -> Record:
 
 def clock_identity() -> str:
     """Ranks with the same one read the same monotonic clock: one boot of one kernel, one time namespace."""
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
-    boot_id = boot.read_text().strip() if boot.exists() else platform.node()
-    return f"{boot_id} {namespace.stat().st_ino if namespace.exists() else 0}"
+    namespace = Path("/proc/self/ns/time")
+    return f"{boot_id() or platform.node()} {namespace.stat().st_ino if namespace.exists() else 0}"

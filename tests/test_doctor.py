@@ -45,7 +45,7 @@ def test_failure_is_told_with_its_fix_and_exit_code_1(cli: Cli, tmp_path: Path) 
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("fail")]
     assert "run folder" in line
     assert "--folder" in line
-    assert done.stdout.endswith("something must be mended first\n")
+    assert done.stdout.endswith("fix what failed first\n")
 
 
 @pytest.mark.parametrize(("kilobytes", "status"), [(9_000_000, "ok"), (100_000, "warn")])

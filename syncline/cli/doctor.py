@@ -1,4 +1,4 @@
-"""syncline doctor: is this machine fit for a run, and the way to the others?"""
+"""syncline doctor: is this machine ready to run, and the link to the others?"""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from syncline.store import ROOT
 
 
 def doctor(
-    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of node 0: examine the way there too.")] = None,
+    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of node 0: examine the link to it too.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Number of nodes; run this on each at the same time.")] = None,
     node_rank: Annotated[int | None, typer.Option(help="This node's number, from 0.")] = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for other nodes.")] = 60.0,
     folder: Annotated[Path, typer.Option(help="Where runs and checkpoints are written.")] = ROOT,
     as_json: options.Json = False,
 ) -> None:
-    """Examine this machine, and with --rendezvous the way to node 0.
+    """Examine this machine, and with --rendezvous the link to node 0.
 
     Each line says ok, warn or fail, and what to do. Exit code 1 if anything fails.
     """
@@ -37,11 +37,12 @@ def doctor(
     if route is not None:
         findings.append(examine_way(route))
         findings += examine_nodes(route, group, folder) if group is not None else []
-    failed = any(one.status == "fail" for one in findings)
+    failed = any(finding.status == "fail" for finding in findings)
     if as_json:
-        options.print_json({"passed": not failed, "findings": [asdict(one) for one in findings]})
+        options.print_json({"passed": not failed, "findings": [asdict(finding) for finding in findings]})
     else:
-        for one in findings:
-            print(f"{one.status:<5} {one.what}: {one.found}{'. ' + one.fix if one.fix else ''}")
-        print("something must be mended first" if failed else "fit for a run; next: syncline train")
+        for finding in findings:
+            fix = f". {finding.fix}" if finding.fix else ""
+            print(f"{finding.status:<5} {finding.what}: {finding.found}{fix}")
+        print("fix what failed first" if failed else "ready to run; next: syncline train")
     raise typer.Exit(1 if failed else 0)

@@ -22,7 +22,7 @@ import torch
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import CommunicationError, DeadlineError, PeerLostError, PlanError
-from syncline.machine import STRONG_MEMORY_ORDER
+from syncline.machine import STRONG_MEMORY_ORDER, boot_id
 
 TOKEN_BYTES = 16
 LINE = 64
@@ -86,10 +86,9 @@ def _identities(communicator: Communicator) -> list[list[int]]:
 
 def _identity(host_index: int) -> list[int]:
     """What ranks on one host have in common: launch's word, the boot, and the namespaces of network and processes."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    boot_id = int(boot.read_text().strip().replace("-", "")[:15], 16) if boot.exists() else 0
+    boot = int(boot_id().replace("-", "")[:15] or "0", 16)
     namespaces = [Path("/proc/self/ns") / kind for kind in ("net", "pid")]
-    return [host_index, boot_id, *(path.stat().st_ino if path.exists() else 0 for path in namespaces)]
+    return [host_index, boot, *(path.stat().st_ino if path.exists() else 0 for path in namespaces)]
 
 
 class Segment:

@@ -195,8 +195,8 @@ class _Failure:
 def judge(log_dir: Path, endings: list[Ending], *, keeps_logs: bool, first_rank: int = 0) -> SynclineError:
     """The error that the run ends with. `endings` are of the ranks from `first_rank` on; `keeps_logs` says that the
     ranks' log files outlive the run."""
-    found = [_failure(rank, read_outcome(log_dir, rank), end) for rank, end in enumerate(endings, first_rank)]
-    failures = [failure for failure in found if failure is not None]
+    ends = [_failure(rank, read_outcome(log_dir, rank), end) for rank, end in enumerate(endings, first_rank)]
+    failures = [failure for failure in ends if failure is not None]
     if not failures:
         return RankFailed("All ranks were stopped from outside, before they finished.")
     first = min(failures, key=lambda failure: (failure.is_echo, failure.time))
@@ -241,8 +241,10 @@ def is_echo(log_dir: Path, rank: int) -> bool:
 
 def _failure(rank: int, outcome: Outcome | None, ending: Ending) -> _Failure | None:
     if outcome is not None and outcome.state == "raised":
-        told = f"{outcome.type}: {outcome.message}" if outcome.message else outcome.type
-        return _Failure(rank, outcome.kind == "communication", outcome.time, told, outcome.traceback, outcome=outcome)
+        words = f"{outcome.type}: {outcome.message}" if outcome.message else outcome.type
+        return _Failure(
+            rank, outcome.kind == "communication", outcome.time, words, outcome.traceback, outcome=outcome
+        )
     if outcome is not None and outcome.state == "killed":
         return _Failure(rank, False, outcome.time, f"killed by {outcome.signal} from process {outcome.sender}.")
     if outcome is not None and outcome.state == "stopped":
@@ -261,8 +263,8 @@ def _wordless_failure(rank: int, outcome: Outcome | None, ending: Ending) -> _Fa
         name = _signal_name(-code)
         hint = _MEMORY_HINT if name == "SIGKILL" else ""
         return _Failure(rank, False, ending.last_alive, f"killed by {name}{_spaced(when)}.", action=hint)
-    told = f"ended with exit code {code} and without an exception{_spaced(when)}."
-    return _Failure(rank, False, ending.last_alive, told)
+    words = f"ended with exit code {code} and without an exception{_spaced(when)}."
+    return _Failure(rank, False, ending.last_alive, words)
 
 
 def _rank_failed(first: _Failure, failures: list[_Failure], where: str) -> RankFailed:

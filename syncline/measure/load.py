@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from syncline.comm.communicator import Communicator
-from syncline.machine import cores
+from syncline.machine import boot_id, cores
 
 TICKS = os.sysconf("SC_CLK_TCK")
 _BUSY = (0, 1, 2, 5, 6, 7)
@@ -55,11 +55,8 @@ def other_share(ranks: list[list[float]]) -> float | None:
 
 def machine_number() -> float:
     """The same for all that share a kernel: emulated hosts of one machine, whose core time is counted together."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return float(uuid.getnode())
-    return float(int(boot.replace("-", "")[:12], 16))  # so many bits that a float holds them all
+    boot = boot_id().replace("-", "")
+    return float(int(boot[:12], 16) if boot else uuid.getnode())  # so many bits that a float holds them all
 
 
 def busy_seconds() -> float | None:

@@ -269,12 +269,12 @@ def _check(place: Placement, names: Sequence[str] = _SIGNS) -> None:
 
 def expand_hosts(text: str) -> list[str]:
     """'a[01-03,7]b,c' -> a01b, a02b, a03b, a7b, c. In Slurm's order, which is the order of its node numbers."""
-    found: list[str] = []
+    hosts: list[str] = []
     for name in _split(text):
-        found += _expand(name)
-        if len(found) > _MOST_HOSTS:
+        hosts += _expand(name)
+        if len(hosts) > _MOST_HOSTS:
             raise UsageError(f"the host list {text!r} is too long to be true.")
-    return found
+    return hosts
 
 
 def expand_tasks(text: str) -> list[int]:
@@ -304,11 +304,11 @@ def _expand(name: str) -> list[str]:
 
 
 def _numbers(text: str) -> list[str]:
-    found: list[str] = []
+    numbers: list[str] = []
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if not low.isdigit() or (dash and not high.isdigit()) or (dash and int(high) - int(low) > _MOST_HOSTS):
             raise UsageError(f"the host list's [{text}] cannot be read.", action="It looks like [01-03,7].")
         # Leading zeros belong to the name: node[08-10] is node08, node09, node10.
-        found += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
-    return found
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
+    return numbers

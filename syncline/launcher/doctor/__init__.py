@@ -1,4 +1,4 @@
-"""Is this machine fit for a run? One finding per question: ok, warn or fail, what was found, and the fix."""
+"""Is this machine ready to run? One finding per question: ok, warn or fail, what was found, and the fix."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def examine_cores() -> Finding:
 def examine_threads() -> Finding:
     text = os.environ.get("OMP_NUM_THREADS")
     if text is None:
-        return Finding("ok", "threads", f"one rank may take {cores()}; OMP_NUM_THREADS is not set")
+        return Finding("ok", "threads", f"one rank may use {cores()}; OMP_NUM_THREADS is not set")
     if not text.isdigit() or int(text) > cores():
         fix = f"Unset it, or set it to {cores()} or less."
         return Finding("warn", "threads", f"OMP_NUM_THREADS is {text} on {cores()} cores", fix)
@@ -66,7 +66,9 @@ def examine_memory(table: Path = Path("/proc/meminfo")) -> Finding:
         return Finding("warn", "memory", "unknown: there is no /proc/meminfo")
     found = f"{format_bytes(free)} available"
     if free < ENOUGH_MEMORY_BYTES:
-        return Finding("warn", "memory", found, "A rank takes about 0.4 GB: take few workers, or end other programs.")
+        return Finding(
+            "warn", "memory", found, "A rank needs about 0.4 GB: use fewer workers, or close other programs."
+        )
     return Finding("ok", "memory", found)
 
 
@@ -110,7 +112,7 @@ def examine_backends() -> Finding:
 def examine_shared_memory() -> Finding:
     """A segment is really made: containers differ in what they allow."""
     if platform.machine() not in STRONG_MEMORY_ORDER:
-        return Finding("warn", "shared memory", f"not used on {platform.machine()}", "Take method bucketed.")
+        return Finding("warn", "shared memory", f"not used on {platform.machine()}", "Use method bucketed.")
     try:
         descriptor = os.memfd_create("syncline-doctor")
         try:
@@ -119,7 +121,9 @@ def examine_shared_memory() -> Finding:
             os.close(descriptor)
         room = os.statvfs("/dev/shm")
     except (AttributeError, OSError) as error:
-        return Finding("fail", "shared memory", f"cannot be made: {error}", "Allow memfd_create, or take bucketed.")
+        return Finding(
+            "fail", "shared memory", f"cannot be made: {error}", "Allow memfd_create, or use method bucketed."
+        )
     free = room.f_bavail * room.f_frsize
     if free < ENOUGH_SHARED_BYTES:
         fix = "Loader processes need it: in a container, start it with --shm-size=1g."
@@ -146,12 +150,12 @@ def examine_emulation() -> Finding:
 
 def examine_folder(folder: Path) -> Finding:
     """Runs and checkpoints are written here: into the nearest folder above it that exists."""
-    existing = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=existing, prefix=".syncline-doctor-") as file:
             file.write(b"x" * 4096)
     except OSError as error:
-        return Finding("fail", "run folder", f"{existing}: {error.strerror}", "Take another folder with --folder.")
+        return Finding("fail", "run folder", f"{existing}: {error.strerror}", "Choose another folder with --folder.")
     free = shutil.disk_usage(existing).free
     if free < 1e9:
         return Finding("warn", "run folder", f"{format_bytes(free)} free in {existing}", "Checkpoints need room.")
@@ -159,9 +163,10 @@ def examine_folder(folder: Path) -> Finding:
 
 
 def examine_system() -> list[Finding]:
-    """Told first, and alone where nothing else would work."""
-    told = Finding("warn", "system", platform.platform(), "Emulated hosts and shared memory need Linux.")
-    return [] if platform.system() == "Linux" else [told]
+    """Comes first, and alone where nothing else would work."""
+    if platform.system() == "Linux":
+        return []
+    return [Finding("warn", "system", platform.platform(), "Emulated hosts and shared memory need Linux.")]
 
 
 def _seconds(call: Callable[[], object]) -> float:

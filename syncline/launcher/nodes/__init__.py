@@ -119,7 +119,7 @@ def joined(
     """This node in its run. `plan` must be the same on every node. An error inside ends the run on all nodes."""
     route = find_route(node.rendezvous)
     say(f"node {node.node_rank} of {node.nodes}: {route.address} on {route.interface}, rendezvous {node.rendezvous}")
-    # Late: with them comes torch, and a wrong address should be told at once.
+    # Late: with them comes torch, and a wrong address should be reported at once.
     from syncline.launcher.nodes.coordinator import Coordinator, Limits
     from syncline.launcher.nodes.membership import Membership
 

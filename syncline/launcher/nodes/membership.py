@@ -104,8 +104,8 @@ class Membership:
 
     def again(self, error: SynclineError, *, is_echo: bool) -> bool:
         if not self.must_stop():
-            told = {"say": "failed", "attempt": self._number, "echo": is_echo, "error": describe(error)}
-            self._say(told)
+            failure = {"attempt": self._number, "echo": is_echo, "error": describe(error)}
+            self._say({"say": "failed", **failure})
         with contextlib.suppress(SynclineError):
             self._wait(lambda: self._known.stopped >= self._number)
         if self._known.lost and not self._known.over and not self._come_back():
@@ -255,7 +255,7 @@ class Membership:
 
 
 def _keep(folder: Path, name: str, content: bytes) -> None:
-    """The name comes from the network: only an event log's is taken."""
+    """The name comes from the network: only an event log's is accepted."""
     if _EVENTS_FILE.fullmatch(name):
         part = folder / f".{name}.part"
         with contextlib.suppress(OSError):

@@ -56,13 +56,13 @@ def parse_rendezvous(text: str) -> tuple[str, int]:
 
 def resolve_name(host: str) -> str:
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UsageError(
             f"the rendezvous host {host!r} has no address here: {error.strerror}.",
             action="Correct the name, or give the address of node 0.",
         ) from None
-    addresses = sorted((str(entry[4][0]) for entry in found), key=lambda address: ":" in address)
+    addresses = sorted((str(entry[4][0]) for entry in entries), key=lambda address: ":" in address)
     address = addresses[0]
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host not in (address, "localhost"):
         # Debian's /etc/hosts gives a machine's own name the address 127.0.1.1, where no other machine can reach it.
@@ -106,7 +106,7 @@ def connect(route: Route, timeout_s: float, tell: Callable[[str], None]) -> Conn
     """A connection to the rendezvous. After five seconds in vain, a line says what it waits for."""
     start = time.monotonic()
     last_refused = None
-    told = False
+    has_said_so = False
     while True:
         try:
             connected = socket.create_connection((route.target, route.port), timeout=_ATTEMPT_SECONDS)
@@ -121,8 +121,8 @@ def connect(route: Route, timeout_s: float, tell: Callable[[str], None]) -> Conn
         patience = min(SILENCE_SECONDS, timeout_s) if silent else timeout_s
         if now - (start if not silent else last_refused or start) > patience:
             raise UsageError(f"{where} could not be reached in {now - start:.0f} s: {why}.", action=_advice(silent))
-        if now - start > _FIRST_LINE_SECONDS and not told:
-            told = True
+        if now - start > _FIRST_LINE_SECONDS and not has_said_so:
+            has_said_so = True
             tell(f"syncline: waiting for {where}: {why}")
         time.sleep(_PAUSE_SECONDS)
 
