@@ -203,7 +203,8 @@ def test_shares_and_overlap_come_from_the_parts() -> None:
     parts = {"forward": 0.2, "backward": 0.4, "wire": 0.3, "wait": 0.1, "hidden": 0.6}
     one = row("ddp", 2, 1.0, parts=parts)
     assert VALUES["communication_share"].read(one, [one]) == Quantity(pytest.approx(0.4))
-    assert VALUES["overlap"].read(one, [one]) == Quantity(pytest.approx(0.6))
+    assert VALUES["overlap"].read(one, [one]) == Quantity(pytest.approx(0.6 / 0.9))
+    assert VALUES["compute"].read(one, [one]) == Quantity(pytest.approx(0.6))
 
 
 # Tables and figures.

@@ -35,7 +35,7 @@ def probe(
 ) -> None:
     """Time all-reduce, send and receive, broadcast, gather and scatter by message size.
 
-    Every result is checked. Latency and rate are fitted and kept for later predictions.
+    Every result is checked. Latency and rate are fitted; `explain` holds what a run sent against that rate.
     """
     where = options.Where(hosts, workers_per_host, link, nodes, node_rank, rendezvous, join_timeout, port)
     num_workers = where.workers(workers)

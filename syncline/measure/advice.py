@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from syncline.measure.breakdown import Breakdown, BucketMeans
+from syncline.measure.breakdown import COMPUTE, Breakdown, BucketMeans
 from syncline.measure.stragglers import BETWEEN, Disagreement, Straggler
 from syncline.methods import IN_MEMORY, ON_LINKS, Method, method_of
 from syncline.units import format_seconds
 
-COMPUTE = ("forward", "backward", "update")
 MOSTLY_COMPUTE = 0.9
 MUCH_WIRE = 0.25
 HALF = 0.5

@@ -24,6 +24,9 @@ from syncline.events import RankStep, Step, Transfer
 PARTS = ("data", "copy", "forward", "backward", "pack", "wait", "wire", "update", "other")
 PART_OF = {"data": "data", "copy": "copy", "forward": "forward", "score": "forward", "update": "update"}
 """The part that a phase counts as; loss and accuracy are read from forward's result."""
+COMPUTE = ("forward", "backward", "update")
+COMMUNICATION = ("pack", "wait", "wire")
+"""Exposed; what is hidden lies beside the step."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,11 @@ class Breakdown:
         return sum(self.parts_s[part] for part in parts) / self.step_s if self.step_s else 0.0
 
 
+def overlap(hidden: float, wire: float) -> float | None:
+    """The share of communication that backward hides; None where nothing is sent."""
+    return hidden / (hidden + wire) if hidden + wire else None
+
+
 def summarise(steps: Sequence[Step], found: Sequence[Mapping[int, RankBreakdown]]) -> Breakdown | None:
     """None if there is no step to count."""
     if not found:
@@ -273,7 +281,7 @@ def summarise(steps: Sequence[Step], found: Sequence[Mapping[int, RankBreakdown]
         median_s=statistics.median(max(own.duration for own in one.values()) for one in found) / 1e9,
         parts_s=parts,
         hidden_s=hidden,
-        overlap=hidden / (hidden + parts["wire"]) if hidden + parts["wire"] else None,
+        overlap=overlap(hidden, parts["wire"]),
         ranks=ranks,
         waits=sorted(
             (WaitMean(rank, bucket, total / count / 1e9) for (rank, bucket), total in waits.items()),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from syncline.comm.communicator import Communicator
 from syncline.comm.counters import StepTraffic
-from syncline.measure.statistics import spread, timing
+from syncline.measure.statistics import paired_ratio, speedup, timing
 from syncline.methods import BASELINE, CONTROL, METHODS
 from syncline.plan import Plan
 from syncline.spans import EventLog
@@ -174,6 +173,7 @@ def compare_rows(
     for entry, times, loss in zip(entries, seconds, losses, strict=True):
         measured = timing(times, warmup=plan.measure.warmup)
         assert measured is not None, "a comparison has at least one step"
+        timed = list(times[plan.measure.warmup :])
         row: dict[str, Any] = {
             "label": entry.label,
             "method": entry.method,
@@ -181,24 +181,14 @@ def compare_rows(
             "threads": entry.threads,
             "step": asdict(measured),
             **task.throughput(plan.global_batch, measured.median_s),
-            "seconds": list(times[plan.measure.warmup :]),
+            "seconds": timed,
             "loss": None if plan.replayed else loss,
         }
         if BASELINE in by_label:
-            row["speedup"] = _ratio(by_label[BASELINE], times, plan.measure.warmup)
+            # The spread is that of rounds side by side; the figure is the quotient of the two medians printed.
+            alone = by_label[BASELINE][plan.measure.warmup :]
+            row["speedup"] = asdict(replace(paired_ratio(alone, timed), median=speedup(alone, timed)))
         if CONTROL in by_label:
-            row["ratio_to_ddp"] = _ratio(times, by_label[CONTROL], plan.measure.warmup)
+            row["ratio_to_ddp"] = asdict(paired_ratio(timed, by_label[CONTROL][plan.measure.warmup :]))
         rows.append(row)
     return rows
-
-
-def _ratio(above: Sequence[float], below: Sequence[float], warmup: int) -> dict[str, Any]:
-    """Round by round, because what was measured side by side shares its noise; then the median and quartiles."""
-    ratios = [one / other for one, other in zip(above[warmup:], below[warmup:], strict=True)]
-    middle = statistics.median(ratios)
-    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [middle] * 3
-    return {
-        "median": middle,
-        "spread": spread(ratios),
-        "no_difference": quartiles[0] <= 1.0 <= quartiles[2],
-    }

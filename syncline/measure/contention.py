@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.events import Events
+from syncline.measure.breakdown import COMPUTE
 from syncline.measure.statistics import spread
 from syncline.units import format_seconds
-
-COMPUTE = ("forward", "backward", "update")
 
 Times = Mapping[int, Mapping[str, Sequence[float]]]
 """By rank and phase: the seconds of each step."""

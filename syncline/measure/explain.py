@@ -6,7 +6,6 @@ turns into JSON as it is (`as_document`); reports draw it.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from syncline.events import Events, Step
 from syncline.measure.advice import Advice, Facts, advise, verdict
 from syncline.measure.bandwidth import Bandwidth, bandwidth, find_link
 from syncline.measure.breakdown import (
+    COMPUTE,
     Breakdown,
     RankBreakdown,
     break_down,
@@ -24,9 +24,10 @@ from syncline.measure.breakdown import (
     offered,
     summarise,
 )
-from syncline.measure.contention import COMPUTE, Contention, bare_times, contention
+from syncline.measure.contention import Contention, bare_times, contention
 from syncline.measure.memory import RankMemory, memory
 from syncline.measure.profiler import Profiled, operator_totals
+from syncline.measure.statistics import paired_ratio
 from syncline.measure.stragglers import Disagreement, Straggler, find_disagreement, find_stragglers
 from syncline.methods import current_name, method_of
 from syncline.plan import Plan
@@ -254,15 +255,17 @@ def _comparison(methods: Sequence[MethodExplanation], events: Events, plan: Plan
     slowest = max(many, key=lambda one: one.breakdown.median_s)
     times = {one.method: _times(events, one.method, plan.measure.warmup) for one in (quickest, slowest)}
     shared = sorted(times[quickest.method].keys() & times[slowest.method].keys())
-    ratios = [times[slowest.method][number] / times[quickest.method][number] for number in shared]
-    if len(ratios) < 2 or statistics.quantiles(ratios, n=4, method="inclusive")[0] <= 1:
-        steps = f"{len(shared)} steps"
-        return f"Between the methods there is no difference that these {steps} could show. {quickest.verdict}"
+    none = f"Between the methods there is no difference that these {len(shared)} steps could show. {quickest.verdict}"
+    if len(shared) < 2:
+        return none
+    ratio = paired_ratio(*([times[one.method][number] for number in shared] for one in (slowest, quickest)))
+    if ratio.no_difference or ratio.median < 1:
+        return none
     one, other = slowest.breakdown.parts_s, quickest.breakdown.parts_s
     apart = {part: one[part] - other[part] for part in one}
     part = max(apart, key=lambda part: apart[part])
     return (
-        f"{quickest.method} is quickest, {slowest.method} slowest, {statistics.median(ratios):.2f} times as long "
+        f"{quickest.method} is quickest, {slowest.method} slowest, {ratio.median:.2f} times as long "
         f"step by step; the largest part of that is {part}, {format_seconds(apart[part])} more. {quickest.verdict}"
     )
 

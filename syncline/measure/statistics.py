@@ -1,4 +1,4 @@
-"""Numbers from samples: the median and its spread, over what is left after the warm-up."""
+"""Numbers from samples: medians, spreads, ratios and speed-ups, of what is left after the warm-up."""
 
 from __future__ import annotations
 
@@ -35,6 +35,27 @@ def timing(seconds: Sequence[float], *, warmup: int, window: int | None = None) 
 def counted(seconds: Sequence[float], *, warmup: int, window: int | None = None) -> list[float]:
     """The steps after the warm-up, at most `window` of them."""
     return list(seconds[warmup:] if window is None else seconds[warmup : warmup + window])
+
+
+@dataclass(frozen=True)
+class Ratio:
+    median: float
+    spread: float
+    no_difference: bool
+    """1 lies between the quartiles."""
+
+
+def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
+    """Round by round, because what was measured side by side shares its noise; then the median and quartiles."""
+    ratios = [one / other for one, other in zip(above, below, strict=True)]
+    middle = statistics.median(ratios)
+    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [middle] * 3
+    return Ratio(middle, spread(ratios), quartiles[0] <= 1.0 <= quartiles[2])
+
+
+def speedup(alone: Sequence[float], together: Sequence[float], *, work: float = 1.0) -> float:
+    """T(1) / T(n), medians of the step times; `work`: samples of a step together over those of a step alone."""
+    return work * statistics.median(alone) / statistics.median(together)
 
 
 def spread(values: Sequence[float]) -> float:

@@ -22,6 +22,7 @@ COLOURS = (
 """Okabe and Ito's, which people who see colours differently can tell apart, and a few more."""
 PART_COLOURS = {
     "data": "#8a8a8a",
+    "copy": "#6a3d9a",
     "forward": "#56b4e9",
     "backward": "#0072b2",
     "pack": "#b8a800",

@@ -65,7 +65,8 @@ def build_figure(spec: file.Figure, rows: Sequence[Row], known: Mapping[str, Val
             _series(name, values[0], [row for row in here if _name(row, spec.series) == name], rows, spec)
             for name in names
         ]
-    series = [one for one in series if one.x]
+    # A part that nobody has, such as copying to a device, would only lengthen the legend.
+    series = [one for one in series if one.x and (spec.kind != "stacked" or any(one.y))]
     if not series:
         return None
     if spec.fit is not None:

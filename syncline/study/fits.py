@@ -18,7 +18,7 @@ import numpy as np
 from scipy import stats
 
 from syncline.measure.fit import CONFIDENCE
-from syncline.study.rows import Row, baseline_of
+from syncline.study.rows import Row, baseline_of, speedup_over
 
 POOR = 0.10
 """The largest deviation from a law, as a share of what it says, with which it still describes a measurement."""
@@ -105,11 +105,5 @@ def speedups_beside(row: Row, rows: Sequence[Row]) -> dict[int, float]:
         if one.stage == row.stage and one.method == row.method and one.point.get("model") == row.point.get("model"):
             base = baseline_of(one, rows)
             if base is not None and base.seconds and one.seconds:
-                found[one.workers // base.workers] = _rate(one) / _rate(base)
+                found[one.workers // base.workers] = speedup_over(base, one)
     return found
-
-
-def _rate(row: Row) -> float:
-    step = row.step()
-    assert step is not None, "asked of rows with timed steps only"
-    return float(row.point["global_batch"]) / step.value

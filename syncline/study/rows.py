@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.marks import Mark
-from syncline.measure.statistics import spread
+from syncline.measure.statistics import speedup, spread
 from syncline.methods import BASELINE
 
 
@@ -120,6 +120,11 @@ def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
     # Of two that ran `single`, the one measured side by side with this row.
     alone.sort(key=lambda one: (one.method != BASELINE, one.point.get("nodes") != row.point.get("nodes")))
     return alone[0] if alone else None
+
+
+def speedup_over(base: Row, row: Row) -> float:
+    """Of two rows with timed steps: T(1)/T(n) at one global batch, throughput(n)/throughput(1) otherwise."""
+    return speedup(base.seconds, row.seconds, work=row.point["global_batch"] / base.point["global_batch"])
 
 
 def _workers_of_unit(row: Row) -> int:

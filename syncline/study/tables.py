@@ -63,6 +63,8 @@ def build_table(spec: file.Table, rows: Sequence[Row], values: Mapping[str, Valu
     here = matching(rows, spec.stage, spec.where)
     if spec.kind == "losses":
         return _loss_table(spec, here)
+    if not any(row.parts.get("copy") for row in here):  # nothing is copied on a CPU: no column of zeros
+        spec = spec.model_copy(update={"values": [name for name in spec.values if name != "copy"]})
     lines = _combinations(here, spec.rows)
     across = _combinations(here, spec.columns) if spec.columns else [()]
     columns = [key_label(key) for key in spec.rows]

@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from syncline.measure.breakdown import COMMUNICATION, COMPUTE, PARTS, overlap
+from syncline.measure.statistics import paired_ratio
 from syncline.methods import CONTROL
 from syncline.study.fits import Law, fit_rows
-from syncline.study.rows import Quantity, Row, baseline_of
+from syncline.study.rows import Quantity, Row, baseline_of, speedup_over
 from syncline.units import format_bytes, format_seconds, format_spread
-
-COMPUTE = ("data", "copy", "forward", "backward", "update", "other")
-COMMUNICATION = ("pack", "wait", "wire")
-PARTS = ("data", "forward", "backward", "pack", "wait", "wire", "update", "other")
 
 
 @dataclass(frozen=True)
@@ -83,9 +81,8 @@ def _over_one_worker(row: Row, rows: Sequence[Row]) -> Quantity | None:
 
 def _speedup(row: Row, rows: Sequence[Row]) -> Quantity | None:
     """Throughput against one worker's: T(1)/T(n) at one global batch, throughput(n)/throughput(1) otherwise."""
-    base, own = baseline_of(row, rows), _throughput(row, rows)
-    alone = _throughput(base, rows) if base is not None else None
-    return None if own is None or alone is None else Quantity(own.value / alone.value)
+    base = baseline_of(row, rows)
+    return Quantity(speedup_over(base, row)) if base is not None and base.seconds and row.seconds else None
 
 
 def _efficiency(row: Row, rows: Sequence[Row]) -> Quantity | None:
@@ -102,9 +99,8 @@ def _time_to_ddp(row: Row, rows: Sequence[Row]) -> Quantity | None:
     ]
     if not others or not row.seconds or len(others[0].seconds) != len(row.seconds):
         return None
-    ratios = [one / other for one, other in zip(row.seconds, others[0].seconds, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    return Quantity(statistics.median(ratios), quartiles[2] - quartiles[0])
+    ratio = paired_ratio(row.seconds, others[0].seconds)
+    return Quantity(ratio.median, ratio.spread)
 
 
 def _place(row: Row, besides: str) -> dict[str, str]:
@@ -142,16 +138,15 @@ def _part(*names: str) -> Callable[[Row, Sequence[Row]], Quantity | None]:
 
 def _share(*names: str) -> Callable[[Row, Sequence[Row]], Quantity | None]:
     def read(row: Row, _: Sequence[Row]) -> Quantity | None:
-        whole = sum(row.parts.get(name, 0.0) for name in (*COMPUTE, *COMMUNICATION))
+        whole = sum(row.parts.get(name, 0.0) for name in PARTS)
         return Quantity(sum(row.parts.get(name, 0.0) for name in names) / whole) if whole else None
 
     return read
 
 
 def _overlap(row: Row, _: Sequence[Row]) -> Quantity | None:
-    hidden = row.parts.get("hidden")
-    exposed = row.parts.get("wire", 0.0) + row.parts.get("wait", 0.0)
-    return None if hidden is None or hidden + exposed == 0 else Quantity(hidden / (hidden + exposed))
+    share = overlap(row.parts["hidden"], row.parts.get("wire", 0.0)) if "hidden" in row.parts else None
+    return None if share is None else Quantity(share)
 
 
 def _gradient_bandwidth(row: Row, _: Sequence[Row]) -> Quantity | None:
@@ -214,7 +209,7 @@ def _of_probe(row: Row, rows: Sequence[Row]) -> Quantity | None:
 
 VALUES: dict[str, Value] = {
     "step": Value(
-        "step", "s", _step, "Median wall time of a step on the slowest rank; ± half the distance of the quartiles."
+        "step", "s", _step, "Median wall time of a step on the slowest rank; ± half the interquartile range."
     ),
     "mean_step": Value("average step", "s", _mean_step, "Mean wall time of the timed steps on the slowest rank."),
     "throughput": Value("samples/s", "samples/s", _throughput, "Global batch / median step time."),
@@ -243,12 +238,12 @@ VALUES: dict[str, Value] = {
         name: Value(name, "s", _part(name), f"The {name} part of the step, mean over ranks and steps; see the parts.")
         for name in PARTS
     },
-    "compute": Value("compute", "s", _part(*COMPUTE), "Data, forward, backward, update and other."),
+    "compute": Value("compute", "s", _part(*COMPUTE), "Forward, backward and update."),
     "communication": Value("communication", "s", _part(*COMMUNICATION), "Pack, wait and exposed wire."),
     "compute_share": Value("compute", "%", _share(*COMPUTE), "Compute / step."),
     "communication_share": Value("communication", "%", _share(*COMMUNICATION), "Exposed communication / step."),
     "hidden": Value("hidden", "s", _part("hidden"), "Communication behind backward: beside the step, not inside it."),
-    "overlap": Value("overlap", "%", _overlap, "Hidden / (hidden + exposed wait + exposed wire)."),
+    "overlap": Value("overlap", "%", _overlap, "Hidden / (hidden + exposed wire)."),
     "bandwidth": Value(
         "algorithm bandwidth", "B/s", _gradient_bandwidth, "Gradient bytes / time of transfer, hidden or not."
     ),
