@@ -6,23 +6,47 @@ Names are loaded on first use, so that `import syncline` and `syncline --help` d
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from syncline.data_parallel import DataParallel, convert_sync_batch_norm
+    from syncline.errors import SynclineError
+    from syncline.jobs import compare, explain, probe, resume, train, verify
+    from syncline.launcher.here import launch
+    from syncline.launcher.places import EmulatedHosts, Here, Nodes
+    from syncline.plan import Plan, load_plan
+    from syncline.recording import record
+    from syncline.spans import EventLog
+    from syncline.store import Run, load_run
+    from syncline.studies import run_lab, scale, write_report
+    from syncline.workload.sharding import ShardedBatchSampler, Sharding
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "DataParallel": "syncline.data_parallel",
-    "EventLog": "syncline.spans",
-    "ShardedBatchSampler": "syncline.workload.sharding",
-    "Sharding": "syncline.workload.sharding",
-    "convert_sync_batch_norm": "syncline.data_parallel",
-    "launch": "syncline.launcher.here",
-    "record": "syncline.recording",
-}
+    "DataParallel": "data_parallel", "convert_sync_batch_norm": "data_parallel",
+    "EmulatedHosts": "launcher.places", "Here": "launcher.places", "Nodes": "launcher.places",
+    "EventLog": "spans", "Plan": "plan", "Run": "store", "SynclineError": "errors",
+    "ShardedBatchSampler": "workload.sharding", "Sharding": "workload.sharding",
+    "compare": "jobs", "explain": "jobs", "probe": "jobs", "resume": "jobs", "train": "jobs", "verify": "jobs",
+    "launch": "launcher.here", "load_plan": "plan", "load_run": "store", "record": "recording",
+    "run_lab": "studies", "scale": "studies", "write_report": "studies",
+}  # fmt: skip
 
-__all__ = ["__version__", *_HOME]
+__all__ = [
+    "DataParallel", "EmulatedHosts", "EventLog", "Here", "Nodes", "Plan", "Run", "ShardedBatchSampler", "Sharding",
+    "SynclineError", "__version__", "compare", "convert_sync_batch_norm", "explain", "launch", "load_plan",
+    "load_run", "probe", "record", "resume", "run_lab", "scale", "train", "verify", "write_report",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'syncline' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(f"syncline.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

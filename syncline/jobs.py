@@ -12,26 +12,23 @@ Torch is imported late: a wrong plan is refused in milliseconds.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncline.errors import Interrupted, PlanError, RunFolderError, UsageError
-from syncline.launcher.nodes import JoinedNode
-from syncline.launcher.places import Place, Ranks, RanksOfNode, place_for
-from syncline.machine import cores, oversubscription
-from syncline.marks import marks_of
+from syncline.errors import Interrupted, PlanError, RunFolderError
+from syncline.launcher.places import Place, place_for
+from syncline.machine import oversubscription
 from syncline.methods import BASELINE, METHODS
 from syncline.plan import Plan, load_plan
 from syncline.results import Certificates, Comparison, Probe
-from syncline.store import Run, RunFolder, create_run, resumable_run
+from syncline.running import Job, started
+from syncline.store import Run, RunFolder, load_run, resumable_run, run_with_steps
 from syncline.units import parse_bytes
 from syncline.voice import Show, Voice
 
 if TYPE_CHECKING:
-    from syncline.launcher.emulation.honesty import LinkCheck
+    from syncline.measure.explain import Explanation
     from syncline.study.cells import Cell
 
 COMPARED = tuple(name for name, row in METHODS.items() if row.compared)
@@ -166,6 +163,18 @@ def probe(
     return Probe(Run(run.path))
 
 
+def explain(
+    run: Run | Path | str | None = None, *, method: str | None = None, probe: Run | Path | str | None = None
+) -> Explanation:
+    """Say where the time of a run went and what would help most: the run given, or the newest below runs/ with steps.
+
+    `probe` is a probe run for the rate of the link; without it, the newest that fits.
+    """
+    from syncline.measure.explain import explain as explain_run
+
+    return explain_run(_opened(run), method=method, probe=_probe_run(probe) if probe is not None else None)
+
+
 def run_cell(cell: Cell, path: Path) -> None:
     """One cell of a study into its run folder. Raises UsageError where it cannot run here."""
     voice, place = Voice(), place_for(cell.plan)
@@ -179,7 +188,7 @@ def run_cell(cell: Cell, path: Path) -> None:
         backends = _between_hosts(list(PROBED), is_default=True) if plan.hosts > 1 else list(PROBED)
         _probe(plan, backends, list(PROBED_BYTES), plan.steps or PROBE_VISITS, place, voice, run_dir=path)
     else:
-        with _job(cell.run, plan, place, voice, label=cell.stage, run_dir=path) as job:
+        with started(cell.run, plan, place, voice, label=cell.stage, run_dir=path) as job:
             from syncline import worker
 
             if cell.run == "verify":
@@ -218,102 +227,12 @@ def where_to_continue(run: RunFolder) -> str:
     return "from the start (there is no checkpoint yet)" if step is None else f"after step {step}"
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run that has its place and its folder, and whose ranks can start."""
-
-    plan: Plan
-    run: RunFolder
-    ranks: Ranks
-
-    def on_ranks(self, function: Callable[..., Any], plan: Plan, *args: Any) -> Any:
-        """The first rank's result. `plan` says which ranks; it is the function's first argument too."""
-        return self.ranks.run(function, (plan, *args), plan, self.run.logs)
-
-    def finish(self, summary: Mapping[str, Any] | None) -> None:
-        """The result, with what must be known to read it. Only the run's owner writes it."""
-        if self.ranks.owns_run and summary is not None:
-            write_result(self.run, self.plan, summary, self.ranks.link)
-
-
-def write_result(
-    run: RunFolder, plan: Plan, summary: Mapping[str, Any], link: LinkCheck | None = None, machines: int | None = None
-) -> None:
-    """By whoever owns the run, once. `machines`: how many there are, where another launcher placed the ranks."""
-    check = link.as_dict() if link is not None else None
-    marks = [mark.text for mark in marks_of(plan, cores(), check, machines=machines)]
-    run.write_summary({"link": check, **summary, "marks": marks})
-
-
-@contextmanager
-def _job(
-    kind: str, plan: Plan, place: Place, voice: Voice, *, label: str, run_dir: Path | None,
-    old: RunFolder | None = None,
-) -> Iterator[Job]:  # fmt: skip
-    """Whatever ends the ranks, the run folder says how it ended. A run that was refused leaves no trace."""
-    with place.joined(plan, voice) as ranks:
-        if isinstance(ranks, RanksOfNode) and not ranks.owns_run:
-            run, is_guest = _folder_of_node(ranks.here, old, kind=kind, plan=plan, label=label)
-        else:
-            run, is_guest = old or create_run(run_dir, kind=kind, plan=plan, label=label), False
-            if isinstance(ranks, RanksOfNode):
-                ranks.here.member.share({"run": str(run.path), "created": run.info()["created"]})
-                ranks.here.member.keep_files(run.path / "events")
-        with nullcontext() if is_guest else keeping(run, resumed=old is not None):
-            yield Job(plan, run, ranks)
-
-
-@contextmanager
-def keeping(run: RunFolder, *, resumed: bool = False) -> Iterator[None]:
-    """The owner's hold on a run: its lock, and its status from the first moment to the last."""
-    before = run.info()["status"]
-    try:
-        with run.locked():
-            if resumed:
-                run.set_status("running")
-            yield
-    except UsageError:
-        if resumed:
-            run.set_status(before)
-        else:
-            run.discard()
-        raise
-    except BaseException as error:
-        run.set_status("stopped" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed")
-        raise
-    run.set_status("finished")
-
-
-def _folder_of_node(
-    here: JoinedNode, old: RunFolder | None, *, kind: str, plan: Plan, label: str
-) -> tuple[RunFolder, bool]:
-    """The run's folder on a node that does not own it: node 0's own if this node sees it (then it is a guest there),
-    otherwise one of the same name. In that case the node's event logs go to node 0 at the end."""
-    chosen = here.member.shared()
-    first_rank = here.first_rank(plan.workers)
-    run = RunFolder(Path(chosen["run"]), keeper=first_rank)
-    more = {"created": chosen["created"], "node": here.node.node_rank}
-    known = run.info() if (run.path / "run.json").exists() else {}
-    if known.get("created") == chosen["created"] and "node" not in known:
-        return RunFolder(run.path), True
-    if known.get("created") != chosen["created"]:
-        if old is not None:
-            raise RunFolderError(
-                f"{run.path} on host {here.hosts[here.node.node_rank][0]} is not the run that node 0 continues.",
-                action="Start every node in the folder that it was started in.",
-            )
-        made = create_run(run.path, kind=kind, plan=plan, label=label, more=more)
-        run = RunFolder(made.path, made.made, first_rank)
-    here.files = lambda: sorted((run.path / "events").glob("rank-*.jsonl"))
-    return run, False
-
-
 def _train(
     plan: Plan, place: Place, voice: Voice, *, run_dir: Path | None = None, old: RunFolder | None = None
 ) -> RunFolder:
     job: Job | None = None
     try:
-        with _job(
+        with started(
             "train", plan, place, voice, label=f"{plan.method}-{plan.workers}", run_dir=run_dir, old=old
         ) as job:
             threads = "1 thread" if plan.threads == 1 else f"{plan.threads} threads"
@@ -336,7 +255,7 @@ def _train(
 def _compare(plan: Plan, names: list[str], place: Place, voice: Voice, *, run_dir: Path | None) -> RunFolder:
     # A comparison that was torn in two would be no comparison: it is not started again.
     plan = plan.replace(max_restarts=0)
-    with _job("compare", plan, place, voice, label=str(plan.workers), run_dir=run_dir) as job:
+    with started("compare", plan, place, voice, label=str(plan.workers), run_dir=run_dir) as job:
         from syncline import worker
 
         rows = job.on_ranks(worker.compare, plan, job.run, names, voice)
@@ -356,7 +275,7 @@ def _probe(
     run_dir: Path | None,
 ) -> RunFolder:
     label = f"{'+'.join(backends)}-{plan.workers}"
-    with _job("probe", plan, place, voice, label=label, run_dir=run_dir) as job:
+    with started("probe", plan, place, voice, label=label, run_dir=run_dir) as job:
         from syncline import worker
         from syncline.measure.probe import summarise
 
@@ -439,6 +358,17 @@ def _message_sizes(sizes: Sequence[int | str]) -> list[int]:
     if not num_bytes:
         raise PlanError("--sizes names no size.", action="Write it as 64kB,1MB.")
     return num_bytes
+
+
+def _opened(run: Run | Path | str | None) -> Run:
+    return run if isinstance(run, Run) else run_with_steps(_path(run))
+
+
+def _probe_run(run: Run | Path | str) -> Run:
+    opened = run if isinstance(run, Run) else load_run(run)
+    if opened.kind != "probe":
+        raise RunFolderError(f"{opened.path} is not a probe run.", action="Make one with `syncline probe`.")
+    return opened
 
 
 def _path(path: Path | str | None) -> Path | None:

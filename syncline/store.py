@@ -210,6 +210,12 @@ def load_run(path: Path | str | None = None, *, kind: str | None = None) -> Run:
     return Run(open_run(Path(path) if path is not None else None, kind=kind).path)
 
 
+def run_with_steps(path: Path | None) -> Run:
+    """The run at a path, or the newest under runs/ that takes steps: a probe has none."""
+    runs = [run for run in list_runs() if run.info().get("kind") != "probe"] if path is None else []
+    return Run(runs[-1].path) if runs else load_run(path)
+
+
 def create_run(
     path: Path | None, *, kind: str, plan: Plan, label: str, more: Mapping[str, Any] | None = None
 ) -> RunFolder:

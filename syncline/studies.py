@@ -12,7 +12,7 @@ from syncline import jobs
 from syncline.collectives.patterns import PATTERNS, make_schedule
 from syncline.errors import PlanError, RunFolderError
 from syncline.methods import current_name
-from syncline.report.page import write_report
+from syncline.report import page
 from syncline.report.schedules import schedule_svg
 from syncline.report.tables import print_table
 from syncline.results import Lab
@@ -88,7 +88,7 @@ def scale(
     return lab
 
 
-def report(runs: Sequence[Path | str], out: Path | str = "report", *, answers: bool = True) -> Path:
+def write_report(runs: Sequence[Path | str], out: Path | str = "report", *, answers: bool = True) -> Path:
     """Write a report from stored runs alone: a lab's folder as the lab, other runs side by side. Returns the page."""
     paths = [Path(run) for run in runs]
     labs = [path for path in paths if (path / "lab.json").exists()]
@@ -99,18 +99,18 @@ def report(runs: Sequence[Path | str], out: Path | str = "report", *, answers: b
     )
 
 
-def _finished(run: StudyRun, page: Path, *, answers: bool) -> Lab:
+def _finished(run: StudyRun, out: Path, *, answers: bool) -> Lab:
     run.run(jobs.run_cell)
     measured = [
         {"stage": row.stage, **row.point, "step_s": step.value if (step := row.step()) else None, **row.parts}
         for row in run.rows
     ]
-    return Lab(run.folder, _write(run, page, answers=answers), run.answer(), measured, run.skipped)
+    return Lab(run.folder, _write(run, out, answers=answers), run.answer(), measured, run.skipped)
 
 
 def _write(run: StudyRun, folder: Path, *, answers: bool) -> Path:
     drawings = [(f"{name} on 4 ranks", schedule_svg(make_schedule(name, 4))) for name in PATTERNS]
-    return write_report(run.contents(answers=answers, schedules=drawings), folder)
+    return page.write_report(run.contents(answers=answers, schedules=drawings), folder)
 
 
 def _report_lab(folder: Path, out: Path, *, answers: bool) -> Path:
@@ -138,4 +138,4 @@ def _report_runs(paths: Sequence[Path], out: Path, *, answers: bool) -> Path:
         repeat="\n".join(f"syncline report {run.path}" for run in runs),
         plans=[(run.path.name, run.plan().to_toml()) for run in runs],
     )
-    return write_report(contents, out)
+    return page.write_report(contents, out)

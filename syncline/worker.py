@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from syncline import jobs
 from syncline.comm import Communicator
 from syncline.comm.mpi_backend import aborting
 from syncline.errors import DataError, SynclineError
@@ -35,6 +34,7 @@ from syncline.plan import Plan, load_plan
 from syncline.rank import Rank, backend_of, joined, place_of
 from syncline.report.display import Display
 from syncline.resolve import resolve
+from syncline.running import keeping, write_result
 from syncline.store import RunFolder, create_run, resumable_run
 from syncline.sync import make_sync
 from syncline.sync.batch_norm import attach
@@ -292,11 +292,11 @@ def _train_elsewhere(plan_path: Path, run_dir: Path | None, *, resume: bool) -> 
     run = resumable_run(run_dir) if resume else create_run(run_dir, kind="train", plan=plan, label=label)
     backend.store.set("run", str(run.path.resolve()))
     print(f"{sentence}\nrun folder {run.path}", flush=True)
-    with jobs.keeping(run, resumed=resume):
+    with keeping(run, resumed=resume):
         watch.on_stop(lambda: run.set_status("stopped"))
         summary = train(run.plan(), run, resume, voice, backend)
         assert summary is not None
-        jobs.write_result(run, plan, summary, machines=place.num_hosts)
+        write_result(run, plan, summary, machines=place.num_hosts)
     return summary
 
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from syncline import jobs
 from syncline.cli import options
-from syncline.errors import RunFolderError
-from syncline.store import Run, load_run
+from syncline.store import run_with_steps
 
 
 def explain(
@@ -25,24 +25,15 @@ def explain(
 
     The parts of a step add up to it; waiting is charged to the rank that was last.
     """
-    found = Run(options.run_with_steps(run).path)
-    # Here, because the schedules that bytes are reckoned from load torch.
-    from syncline.measure.explain import explain as explain_run
-    from syncline.measure.explain import explain_step
-    from syncline.report.explain import show_explanation, show_step
-
     if step is None:
-        whole = explain_run(found, method=method, probe=_probe(probe))
-        options.print_json(whole.as_document()) if as_json else show_explanation(whole)
-    else:
-        one = explain_step(found, step, method=method)
-        options.print_json(one.as_document()) if as_json else show_step(one)
+        explanation = jobs.explain(run, method=method, probe=probe)
+        from syncline.report.explain import show_explanation
 
+        options.print_json(explanation.as_document()) if as_json else show_explanation(explanation)
+        return
+    # Here, because the schedules that bytes are reckoned from load torch.
+    from syncline.measure.explain import explain_step
+    from syncline.report.explain import show_step
 
-def _probe(path: Path | None) -> Run | None:
-    if path is None:
-        return None
-    run = load_run(path)
-    if run.kind != "probe":
-        raise RunFolderError(f"{path} is no probe run.", action="Make one with `syncline probe`.")
-    return run
+    explained = explain_step(run_with_steps(run), step, method=method)
+    options.print_json(explained.as_document()) if as_json else show_step(explained)

@@ -50,7 +50,7 @@ def report(
     no_answers: Annotated[bool, typer.Option("--no-answers", help="Leave the questions open.")] = False,
 ) -> None:
     """Write a report from stored runs alone."""
-    from syncline.studies import report as write_report
+    from syncline.studies import write_report
 
     print(f"report {write_report(runs, out, answers=not no_answers)}")
 

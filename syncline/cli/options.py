@@ -15,7 +15,6 @@ from syncline.errors import PlanError
 from syncline.launcher import places
 from syncline.launcher.nodes import Node
 from syncline.plan import Plan
-from syncline.store import RunFolder, list_runs, open_run
 
 Model = Annotated[str | None, typer.Option(help="See `syncline models`, or your own as module:callable.")]
 Data = Annotated[
@@ -124,12 +123,6 @@ def numbers(text: str, flag: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise PlanError(f"{flag} {text!r} is not a list of numbers.", action="Write it as 1,2,4.") from None
-
-
-def run_with_steps(path: Path | None) -> RunFolder:
-    """The run at a path, or the last one that takes steps: a probe has none."""
-    runs = [run for run in list_runs() if run.info().get("kind") != "probe"] if path is None else []
-    return runs[-1] if runs else open_run(path)
 
 
 def print_json(document: Any) -> None:

@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from syncline.cli import options
 from syncline.errors import PlanError
 from syncline.methods import current_name, method_of
-from syncline.store import Run, write_atomic
+from syncline.store import run_with_steps, write_atomic
 
 
 def trace(
@@ -30,8 +29,8 @@ def trace(
     from syncline.report.trace import chrome_trace
 
     first, last = _steps(steps)
-    folder = options.run_with_steps(run)
-    events = Run(folder.path).events
+    folder = run_with_steps(run)
+    events = folder.events
     for problem in events.problems:
         print(f"note: {problem}", file=sys.stderr)
     document = chrome_trace(events, _method(method, list(events.steps), str(folder.path)), first=first, last=last)

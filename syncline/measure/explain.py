@@ -31,6 +31,7 @@ from syncline.measure.statistics import paired_ratio
 from syncline.measure.stragglers import Disagreement, Straggler, find_disagreement, find_stragglers
 from syncline.methods import current_name, method_of
 from syncline.plan import Plan
+from syncline.results import Tabular
 from syncline.store import Run
 from syncline.units import format_seconds
 
@@ -62,8 +63,8 @@ class Clock:
     interval_s: float
 
 
-@dataclass(frozen=True)
-class Explanation:
+@dataclass(frozen=True, repr=False)
+class Explanation(Tabular):
     run: str
     kind: str
     status: str
@@ -84,6 +85,21 @@ class Explanation:
     clocks: list[Clock] = field(default_factory=list)
     profile: Profiled | None = None
     """Operator totals, where torch's profiler recorded some steps."""
+
+    @property
+    def advice(self) -> list[Advice]:
+        """What would help, for all methods together; the largest gain first."""
+        every = [advice for method in self.methods for advice in method.advice]
+        return sorted(every, key=lambda advice: -(advice.saves_s or 0.0))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One for each method: the mean step, and its parts, which add up to it."""
+        return [
+            {"method": method.method, "step_s": method.breakdown.step_s, **_in_seconds(method.breakdown.parts_s),
+             "hidden_s": method.breakdown.hidden_s, "overlap": method.breakdown.overlap}
+            for method in self.methods
+        ]  # fmt: skip
 
     def as_document(self) -> dict[str, Any]:
         return asdict(self)
@@ -129,6 +145,10 @@ class StepExplanation:
 
     def as_document(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _in_seconds(parts: Mapping[str, float]) -> dict[str, float]:
+    return {f"{part}_s": seconds for part, seconds in parts.items()}
 
 
 def explain(run: Run, *, method: str | None = None, probe: Run | None = None) -> Explanation:
