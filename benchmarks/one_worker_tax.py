@@ -22,7 +22,7 @@ from syncline.machine import cores
 from syncline.plan import load_plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync
-from syncline.train.step import Worker, train_step
+from syncline.training.step import Worker, train_step
 from syncline.units import format_seconds
 from syncline.workload.batches import ImageBatches
 from syncline.workload.recipes import make_model, make_optimizer

@@ -30,7 +30,7 @@ from syncline.launcher.here import run_ranks
 from syncline.plan import load_plan
 from syncline.spans import EventLog, read_log
 from syncline.sync import make_sync
-from syncline.train.step import Worker, train_step
+from syncline.training.step import Worker, train_step
 from syncline.units import format_seconds
 from syncline.workload.batches import ImageBatches
 from syncline.workload.recipes import make_model, make_optimizer

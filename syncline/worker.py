@@ -39,12 +39,12 @@ from syncline.store import RunFolder, create_run, resumable_run
 from syncline.sync import make_sync
 from syncline.sync.batch_norm import attach
 from syncline.sync.bucketed import WIRE_DTYPES
-from syncline.train.calibrate import calibrate, gather_times
-from syncline.train.checkpoint import Progress
-from syncline.train.delays import delays_of
-from syncline.train.loop import Loop
-from syncline.train.step import Worker
-from syncline.train.watching import StepWatch, note_memory
+from syncline.training.calibrate import calibrate, gather_times
+from syncline.training.checkpoint import Progress
+from syncline.training.delays import delays_of
+from syncline.training.loop import Loop
+from syncline.training.step import Worker
+from syncline.training.watching import StepWatch, note_memory
 from syncline.voice import Voice
 from syncline.words import IN_FILES
 from syncline.workload.ahead import AheadBatches

@@ -23,7 +23,7 @@ from syncline.plan import parse_plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 from syncline.sync.batch_norm import SyncBatchNorm, attach
-from syncline.train.step import Worker, train_step
+from syncline.training.step import Worker, train_step
 from syncline.workload.sharding import Shard, Sharding
 
 STEPS = (2, 3)

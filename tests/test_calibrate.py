@@ -23,8 +23,8 @@ from syncline.rank import joined
 from syncline.spans import EventLog, read_log
 from syncline.store import RunFolder, create_run
 from syncline.sync import make_sync
-from syncline.train import calibrate as module
-from syncline.train.calibrate import (
+from syncline.training import calibrate as module
+from syncline.training.calibrate import (
     PHASES,
     REST,
     StepTimes,
@@ -34,7 +34,7 @@ from syncline.train.calibrate import (
     gather_times,
     median_of,
 )
-from syncline.train.step import Worker
+from syncline.training.step import Worker
 from syncline.workload.recorded import ComputeTimes
 from syncline.workload.sharding import Sharding
 

@@ -10,7 +10,7 @@ from helpers import on_threads
 from test_step import make_worker
 
 from syncline.errors import RunFolderError
-from syncline.train import checkpoint
+from syncline.training import checkpoint
 
 
 def load(folder: Path) -> None:

@@ -12,9 +12,9 @@ from syncline.comm import Communicator
 from syncline.errors import PlanError
 from syncline.plan import Plan, parse_plan
 from syncline.spans import EventLog
-from syncline.train import delays
-from syncline.train.delays import delays_of
-from syncline.train.step import train_step
+from syncline.training import delays
+from syncline.training.delays import delays_of
+from syncline.training.step import train_step
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "update"])

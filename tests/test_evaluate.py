@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from syncline.comm import Communicator
 from syncline.spans import EventLog
-from syncline.train import evaluate as module
-from syncline.train.evaluate import Evaluation, evaluate, evaluate_per_rank
+from syncline.training import evaluate as module
+from syncline.training.evaluate import Evaluation, evaluate, evaluate_per_rank
 
 WORLD_SIZES = [1, 2, 3, 4]
 

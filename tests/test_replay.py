@@ -20,7 +20,7 @@ from syncline.resolve import resolve
 from syncline.spans import EventLog, read_log
 from syncline.store import RunFolder
 from syncline.sync import make_sync
-from syncline.train.step import Worker, train_step
+from syncline.training.step import Worker, train_step
 from syncline.workload import replay
 from syncline.workload.recorded import ComputeTimes, load_times
 from syncline.workload.replay import ReplayedBatches, ReplayedModel, ReplayedOptimizer, Timeline

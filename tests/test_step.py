@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from syncline.comm import Communicator
 from syncline.spans import EventLog
 from syncline.sync import make_sync
-from syncline.train.step import StepResult, Worker, copied_to, discarded_backward, seed_forward, train_step
+from syncline.training.step import StepResult, Worker, copied_to, discarded_backward, seed_forward, train_step
 from syncline.workload.models import build_model
 from syncline.workload.sharding import Shard, Sharding
 

@@ -18,7 +18,7 @@ from syncline.errors import PlanError
 from syncline.plan import Profile, parse_plan
 from syncline.spans import EventLog, read_log
 from syncline.sync import make_sync
-from syncline.train.watching import StepWatch, note_memory, peak_resident_bytes
+from syncline.training.watching import StepWatch, note_memory, peak_resident_bytes
 
 
 def test_sockets_are_counted_from_when_they_are_seen_until_they_close() -> None:

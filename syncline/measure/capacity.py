@@ -20,7 +20,7 @@ import torch
 
 from syncline.errors import SynclineError
 from syncline.machine import available_bytes
-from syncline.train.watching import peak_resident_bytes
+from syncline.training.watching import peak_resident_bytes
 from syncline.workload.models import build_model, usual_task
 
 BATCHES = (8, 16, 32)

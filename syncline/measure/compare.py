@@ -18,10 +18,10 @@ from syncline.plan import Plan
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 from syncline.sync.batch_norm import attach
-from syncline.train.delays import delays_of
-from syncline.train.loop import Observer
-from syncline.train.step import Worker, seed_forward, train_step
-from syncline.train.watching import note_memory
+from syncline.training.delays import delays_of
+from syncline.training.loop import Observer
+from syncline.training.step import Worker, seed_forward, train_step
+from syncline.training.watching import note_memory
 from syncline.workload.batches import Batches
 from syncline.workload.fit import check_fit
 from syncline.workload.recipes import learning_rate, make_model, make_optimizer, set_learning_rate

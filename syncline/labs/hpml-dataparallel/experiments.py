@@ -28,8 +28,8 @@ from syncline.methods import BatchNorm
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 from syncline.sync.batch_norm import attach
-from syncline.train.evaluate import evaluate_per_rank
-from syncline.train.step import Worker, train_step
+from syncline.training.evaluate import evaluate_per_rank
+from syncline.training.step import Worker, train_step
 from syncline.workload.batches import ImageBatches
 from syncline.workload.images import ImageSet
 from syncline.workload.models import build_model

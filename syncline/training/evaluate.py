@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.comm.communicator import Communicator
-from syncline.train.step import buffers_kept
+from syncline.training.step import buffers_kept
 from syncline.workload.ahead import announced
 from syncline.workload.batches import Batches, device_of, on_device
 from syncline.workload.tasks import Task

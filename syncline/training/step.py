@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from syncline.spans import EventLog
 from syncline.sync import GradientSync
 from syncline.sync.batch_norm import SyncBatchNorm, samples_not_counted
-from syncline.train.delays import NO_DELAYS, Delayed, Delays
+from syncline.training.delays import NO_DELAYS, Delayed, Delays
 from syncline.workload.batches import Batches, device_of, on_device
 from syncline.workload.sharding import Shard
 

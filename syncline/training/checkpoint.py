@@ -24,7 +24,7 @@ from torch import Tensor
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import RunFolderError
-from syncline.train.step import Worker
+from syncline.training.step import Worker
 
 FORMAT = 3
 _NAME = re.compile(r"step-(\d+)")

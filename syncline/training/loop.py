@@ -12,11 +12,11 @@ import torch
 
 from syncline.comm.communicator import Communicator
 from syncline.plan import Plan
-from syncline.train import checkpoint
-from syncline.train.checkpoint import Progress
-from syncline.train.evaluate import Evaluation, evaluate, evaluate_per_rank
-from syncline.train.step import StepResult, Worker, discarded_backward, seed_forward, train_step
-from syncline.train.watching import StepWatch
+from syncline.training import checkpoint
+from syncline.training.checkpoint import Progress
+from syncline.training.evaluate import Evaluation, evaluate, evaluate_per_rank
+from syncline.training.step import StepResult, Worker, discarded_backward, seed_forward, train_step
+from syncline.training.watching import StepWatch
 from syncline.workload.ahead import announced
 from syncline.workload.recipes import learning_rate, set_learning_rate
 from syncline.workload.sharding import Sharding

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from syncline.comm.communicator import Communicator
 from syncline.spans import EventLog, Record
-from syncline.train.step import Worker, train_step
+from syncline.training.step import Worker, train_step
 from syncline.workload.ahead import announced
 from syncline.workload.recorded import ComputeTimes
 from syncline.workload.sharding import Shard, Sharding
