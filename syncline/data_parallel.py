@@ -102,7 +102,7 @@ class DataParallel(nn.Module):
         if device_ids is not None and len(device_ids) > 1:
             raise PlanError("DataParallel takes one device per process.", action="Start one process per device.")
         self.log = log or EventLog(keep=False)
-        self.communicator = instrumented(_join(process_group, deadline_s), self.log, deadline_s=deadline_s)
+        self.communicator = instrumented(_connect(process_group, deadline_s), self.log, deadline_s=deadline_s)
         self.method, self.reason = _choose(method, module, self.communicator)
         # Refuses what the method does not take; what auto takes is fine whatever it chose.
         chosen = parse_plan({"method": method, "options": options}).options_for(self.method)
@@ -126,7 +126,7 @@ class DataParallel(nn.Module):
             self._broadcast_buffers = batch_norm == "broadcast" and not row.broadcasts_buffers
         self._ends_backward = False
         self._accumulates = False
-        self._uneven: _Join | None = None
+        self._uneven: _UnevenInputs | None = None
         if not isinstance(self.sync, DDP):
             for parameter in module.parameters():
                 if parameter.requires_grad:
@@ -184,7 +184,7 @@ class DataParallel(nn.Module):
             with self._attached[0].join():  # type: ignore[operator]
                 yield
             return
-        self._uneven = _Join(self)
+        self._uneven = _UnevenInputs(self)
         try:
             yield
             self._uneven.shadow()
@@ -230,7 +230,7 @@ def convert_sync_batch_norm(
 ) -> nn.Module:
     """`module` with batch norm over all ranks' batches, on CPU as on GPU: for use with torch's own
     DistributedDataParallel and other wrappers. In place, but for a module that is itself a batch norm. Collective."""
-    communicator = instrumented(_join(process_group, deadline_s), EventLog(keep=False), deadline_s=deadline_s)
+    communicator = instrumented(_connect(process_group, deadline_s), EventLog(keep=False), deadline_s=deadline_s)
     if communicator.world_size == 1:
         return module
     channel = communicator.split("batch norm")
@@ -252,8 +252,8 @@ def _with_prefix(wrapper: DataParallel, state: dict[str, Any], prefix: str, *_re
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
-class _Join:
-    """Uneven inputs: before every forward that leads to an average, ranks say whether they still have a batch."""
+class _UnevenInputs:
+    """Inside `join`: before every forward that leads to an average, ranks say whether they still have a batch."""
 
     def __init__(self, wrapper: DataParallel) -> None:
         self.wrapper = wrapper
@@ -281,7 +281,7 @@ class _Join:
         return self.last_active[-1] if self.last_active else 0
 
 
-def _join(process_group: dist.ProcessGroup | None, deadline_s: float) -> Communicator:
+def _connect(process_group: dist.ProcessGroup | None, deadline_s: float) -> Communicator:
     deadline = timedelta(seconds=deadline_s)
     if dist.is_initialized():
         return adopt(process_group, deadline=deadline, host_index=host_index())
@@ -293,14 +293,8 @@ def _join(process_group: dist.ProcessGroup | None, deadline_s: float) -> Communi
     meeting = None if place.master_addr else find_meeting(place)
     if not place.master_addr and (meeting is None or place.launcher == "mpi"):
         return connect_mpi(deadline)  # mpiexec names no place to meet: MPI itself is one
-    return connect(
-        backend="nccl" if torch.cuda.is_available() else "gloo",
-        rank=place.rank,
-        world_size=place.world_size,
-        deadline=deadline,
-        host_index=place.host_index,
-        meeting=meeting,
-    )
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    return connect(place, backend=backend, deadline=deadline, meeting=meeting)
 
 
 def host_index() -> int:

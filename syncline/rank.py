@@ -103,11 +103,4 @@ def backend_of(plan: Plan, place: Placement) -> Communicator:
             f"{place.launcher} gives ranks on several hosts no place to meet, which method {plan.method} needs.",
             action="Take method mpi, start with torchrun, or set MASTER_ADDR and MASTER_PORT.",
         )
-    return connect(
-        backend=plan.backend or "gloo",
-        rank=place.rank,
-        world_size=place.world_size,
-        deadline=deadline,
-        host_index=place.host_index,
-        meeting=meeting,
-    )
+    return connect(place, backend=plan.backend or "gloo", deadline=deadline, meeting=meeting)

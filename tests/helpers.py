@@ -66,7 +66,7 @@ def _live_in_process(function: OnRank[Any], deadline_s: float) -> Any:
     place = placement_from_environment()
     assert place is not None
     deadline = timedelta(seconds=deadline_s)
-    backend = connect(backend="gloo", rank=place.rank, world_size=place.world_size, deadline=deadline)
+    backend = connect(place, backend="gloo", deadline=deadline)
     log = EventLog(rank=place.rank, world_size=place.world_size)
     communicator = instrumented(backend, log, deadline_s=deadline_s)
     result = function(communicator, log)

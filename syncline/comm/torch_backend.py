@@ -14,6 +14,7 @@ from torch import Tensor
 
 from syncline.comm.communicator import Communicator, Operation, Work
 from syncline.errors import CommunicationError, DeadlineError, PeerLostError
+from syncline.launcher.adopt import Placement
 from syncline.launcher.adopt.meeting import Meeting
 
 if TYPE_CHECKING:
@@ -107,15 +108,10 @@ class _TorchWork:
 
 
 def connect(
-    *,
-    backend: str,
-    rank: int,
-    world_size: int,
-    deadline: timedelta,
-    host_index: int = 0,
-    meeting: Meeting | None = None,
+    place: Placement, *, backend: str, deadline: timedelta, meeting: Meeting | None = None
 ) -> TorchCommunicator:
     """Join the world that the launcher's environment describes, or that meets elsewhere."""
+    rank, world_size = place.rank, place.world_size
     if meeting is None:
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=deadline))
     else:
@@ -124,7 +120,7 @@ def connect(
         backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=deadline
     )
     prefixed = dist.PrefixStore("syncline", store)
-    return TorchCommunicator(_world_group(), prefixed, owned=True, deadline=deadline, host_index=host_index)
+    return TorchCommunicator(_world_group(), prefixed, owned=True, deadline=deadline, host_index=place.host_index)
 
 
 def _meet(meeting: Meeting, rank: int, deadline: timedelta) -> Store:
