@@ -19,7 +19,6 @@ first asked for.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -36,6 +35,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.errors import RunFolderError
 from syncline.events import NO_EVENTS, Events, read_events
+from syncline.files import locked
+from syncline.files import write_atomic as write_atomic
 from syncline.marks import Mark, marks_of
 from syncline.plan import Plan, stored_plan
 
@@ -96,9 +97,9 @@ class RunFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Only one process works on a run. The lock goes with the process, however it ends."""
-        with (self.path / ".lock").open("w") as lock:
+        with contextlib.ExitStack() as stack:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stack.enter_context(locked(self.path / ".lock"))
             except BlockingIOError:
                 raise RunFolderError(f"{self.path} is at work in another process.", action="Wait for it.") from None
             yield
@@ -302,20 +303,6 @@ def list_runs(root: Path = ROOT) -> list[RunFolder]:
             with contextlib.suppress(RunFolderError):  # one damaged folder must not hide the others
                 created[run] = str(run.info().get("created", ""))
     return sorted(created, key=lambda run: (created[run], run.path.name))
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write aside, then rename: a reader sees the old file or the new one, never half of it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with aside.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def machine() -> dict[str, Any]:

@@ -14,7 +14,10 @@ from syncline.methods import METHODS, OLD_NAMES
 PACKAGE = Path(syncline.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = ("errors", "units", "machine", "forms", "words", "methods", "plan", "spans", "events", "marks", "voice")
+GROUND = (
+    "errors", "files", "units", "machine", "forms", "words", "methods", "plan",
+    "spans", "events", "marks", "voice",
+)  # fmt: skip
 STAGES = (
     "launcher",
     "comm",

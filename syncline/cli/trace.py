@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from syncline.errors import PlanError
+from syncline.files import write_atomic
 from syncline.methods import current_name, method_of
-from syncline.store import run_with_steps, write_atomic
+from syncline.store import run_with_steps
 
 
 def trace(

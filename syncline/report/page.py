@@ -13,10 +13,10 @@ from typing import Any
 
 import jinja2
 
+from syncline.files import write_atomic
 from syncline.report.plots import plot, plot_timeline
 from syncline.report.static import write_figure
 from syncline.report.tables import describe
-from syncline.store import write_atomic
 from syncline.study.answering import listed
 from syncline.study.contents import Contents
 from syncline.study.figures import FigureData

@@ -11,7 +11,6 @@ Nodes without a common folder have one each, with a keeper each. All go on from 
 from __future__ import annotations
 
 import io
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import RunFolderError
+from syncline.files import write_atomic
 from syncline.training.step import Worker
 
 FORMAT = 3
@@ -122,10 +122,7 @@ def _from_all(communicator: Communicator, value: int) -> list[int]:
 def _write(path: Path, state: dict[str, Any]) -> None:
     content = io.BytesIO()
     torch.save(state, content)
-    with path.open("wb") as file:
-        file.write(content.getbuffer())
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomic(path, content.getbuffer())
 
 
 def _read(path: Path) -> dict[str, Any]:

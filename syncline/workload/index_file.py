@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from syncline.errors import DataError
+from syncline.files import replacing
 from syncline.workload.images import Labels
 from syncline.workload.listing import Listing
 
@@ -80,7 +79,6 @@ def load(place: Path) -> Checked | None:
 
 
 def save(place: Path, checked: Checked) -> None:
-    """Write aside, then rename, so that nobody reads half of it."""
     listing = checked.listing
     files = chosen_files(listing, np.ones(len(listing.paths), np.bool_))
     about = {
@@ -90,10 +88,9 @@ def save(place: Path, checked: Checked) -> None:
         "class_names": listing.class_names,
         "dropped": listing.dropped,
     }
-    part = place.with_suffix(f".{os.getpid()}.part")
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with _removed_if_left(part), part.open("wb") as file:
+        with replacing(place) as file:
             np.savez(
                 file,
                 about=np.frombuffer(json.dumps(about).encode(), np.uint8),
@@ -104,16 +101,6 @@ def save(place: Path, checked: Checked) -> None:
                 stamps=checked.stamps,
                 found=checked.found,
             )
-            file.flush()
-            part.replace(place)
     except OSError as error:
         action = "Free some space, or set XDG_CACHE_HOME to a folder that can be written."
         raise DataError(f"The cache {place.parent} cannot be written: {error}.", action=action) from error
-
-
-@contextlib.contextmanager
-def _removed_if_left(part: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        part.unlink(missing_ok=True)
