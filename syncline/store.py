@@ -157,7 +157,9 @@ class Run:
         # Where another launcher placed the ranks, the plan does not know of several hosts, but their logs do.
         hosts = {info.host for info in self._logged.ranks.values()}
         machines = len(hosts) if self.plan.hosts == 1 and hosts else None
-        ruled = marks_of(self.plan, self.machine["cores"], self.summary.get("link"), machines=machines)
+        link = self.summary.get("link")
+        check = link if isinstance(link, Mapping) else None  # a probe's summary says here which link it measured
+        ruled = marks_of(self.plan, self.machine["cores"], check, machines=machines)
         kinds = {mark.kind for mark in noted}
         return [*(mark for mark in ruled if mark.kind not in kinds), *noted]
 

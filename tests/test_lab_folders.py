@@ -144,6 +144,62 @@ def test_an_answer_that_fails_says_in_which_line(agree: Path) -> None:
         load_answers(agree)["small-agreement"](rows, {"agree": []})
 
 
+EVERYTHING = """
+title = "Every kind of stage"
+question = "On which hosts do ranks run?"
+answer = "hosts"
+answer_stage = "names"
+[plan]
+model = "mlp"
+data = "synthetic"
+threads = 1
+"measure.calibration" = 0
+[[stage]]
+name = "proof"
+run = "verify"
+methods = ["all-reduce"]
+plan = { nodes = 2 }
+[[stage]]
+name = "link"
+run = "probe"
+plan = { nodes = 2, steps = 1 }
+[[stage]]
+name = "names"
+run = "function"
+call = "experiments.py:names"
+plan = { nodes = 2 }
+[[table]]
+title = "Link"
+stage = "link"
+rows = ["backend", "operation"]
+values = ["link_rate"]
+"""
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.xdist_group("measures")
+def test_every_kind_of_stage_runs_on_emulated_hosts(tmp_path: Path) -> None:
+    folder = tmp_path / "all"
+    folder.mkdir()
+    (folder / "lab.toml").write_text(EVERYTHING)
+    (folder / "answers.py").write_text(
+        "def hosts(rows, others):\n    return f\"Hosts {rows[0].figures['hosts']}.\"\n"
+    )
+    (folder / "experiments.py").write_text(
+        "import torch\n\n\n"
+        "def names(rank):\n"
+        "    hosts = rank.communicator.all_gather(torch.tensor(rank.communicator.host_index))\n"
+        "    return [{'point': {}, 'hosts': [int(host) for host in hosts]}]\n"
+    )
+    done = syncline(tmp_path, "lab", "all", "--hosts", "2", "--link", "1gbit")
+    assert done.returncode == 0, done.stderr
+    assert "Hosts [0, 1]." in done.stdout.splitlines()
+    assert "skipped" not in done.stdout
+    report = (tmp_path / "runs" / "lab-all-2x1gbit" / "report" / "report.md").read_text()
+    assert "| gloo | send_receive |" in report
+    assert "all-reduce" in report, "its certificate"
+
+
 class Alone:
     number = 0
 

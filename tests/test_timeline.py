@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from syncline.events import Events, Phase, RankStep, Step, Transfer
-from syncline.study.timeline import timeline_of
+from syncline.study.figures import timeline_of
 
 MS = 1_000_000
 

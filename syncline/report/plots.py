@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from syncline.study.figures import FigureData, Series
-from syncline.study.timeline import Timeline
+from syncline.study.figures import FigureData, Series, Timeline
 
 COLOURS = (
     "#0072b2",

@@ -16,11 +16,11 @@ from syncline.study.capacity import does_not_fit
 from syncline.study.cells import Cell, Chosen, Ground, expand
 from syncline.study.contents import Contents, main_answer, study_contents
 from syncline.study.estimate import Estimate, estimate
+from syncline.study.figures import Timeline, timeline_of
 from syncline.study.file import Stage, Study
 from syncline.study.links import with_links
 from syncline.study.results import best_points, is_finished, rows_of
 from syncline.study.rows import Row, matching, pooled
-from syncline.study.timeline import Timeline, timeline_of
 from syncline.units import format_bytes
 from syncline.voice import Voice
 
@@ -89,7 +89,7 @@ class StudyRun:
         """The rows of all finished cells, without running any."""
         for stage in self.stages():
             for cell in self._cells(stage, self._best(stage)):
-                if is_finished(self.cell_folder / cell.name):
+                if is_finished(cell.folder_in(self.cell_folder)):
                     self._keep(cell)
                 else:
                     self.skipped[cell.name] = "not finished"
@@ -127,7 +127,7 @@ class StudyRun:
         )
 
     def _announce(self, planned: Sequence[Cell], guesses: dict[str, Estimate]) -> None:
-        left = [cell for cell in planned if not is_finished(self.cell_folder / cell.name)]
+        left = [cell for cell in planned if not is_finished(cell.folder_in(self.cell_folder))]
         seconds = sum(guesses[cell.name].seconds for cell in left)
         memory = max((guesses[cell.name].memory_bytes for cell in left), default=0)
         kept = f", {len(planned) - len(left)} finished earlier and kept" if len(left) < len(planned) else ""
@@ -141,7 +141,7 @@ class StudyRun:
         return best_points(stage, pooled([row for row in self.rows if row.stage == stage.best_of.stage]))
 
     def _take(self, cell: Cell, clock: _Clock, run_cell: Callable[[Cell, Path], None]) -> None:
-        path = self.cell_folder / cell.name
+        path = cell.folder_in(self.cell_folder)
         if not is_finished(path):
             why = cell.why_not or self._too_large(cell) or estimate(cell).does_not_fit()
             if why is None:
@@ -161,7 +161,7 @@ class StudyRun:
 
     def _keep(self, cell: Cell) -> None:
         self.cells.append(cell)
-        self.rows += rows_of(cell, self.cell_folder / cell.name)
+        self.rows += rows_of(cell, cell.folder_in(self.cell_folder))
 
     def _run_cell(self, cell: Cell, path: Path, clock: _Clock, run_cell: Callable[[Cell, Path], None]) -> str | None:
         """Run it; the reason if it cannot run here."""
