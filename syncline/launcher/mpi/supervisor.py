@@ -2,8 +2,8 @@
 
 mpiexec ends every rank as soon as one ends badly, some kinds at once and by force, and then nobody can tell who was
 first. So mpiexec gets to see this process instead, which stays until the launcher has looked. It also ends its rank
-when the launcher is gone, whatever the rank is doing, and removes what MPI keeps in /dev/shm for a rank that could
-not do so itself.
+when the launcher is gone, whatever the rank is doing: while MPI starts, no other thread of the rank runs, so the rank
+cannot watch the launcher itself. And it removes what MPI keeps in /dev/shm for a rank that could not do so.
 """
 
 from __future__ import annotations

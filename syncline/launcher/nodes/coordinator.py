@@ -254,7 +254,7 @@ class Coordinator:
         if now - self._since > self._limits.join_timeout_s:
             self._end(
                 HostError(
-                    f"waited {self._limits.join_timeout_s:g} s in vain for {names}.",
+                    f"waited {self._limits.join_timeout_s:g} s for {names}.",
                     action="Start the missing nodes, or give a longer --join-timeout.",
                 )
             )

@@ -103,7 +103,7 @@ def interface_of(address: str) -> str:
 
 
 def connect(route: Route, timeout_s: float, tell: Callable[[str], None]) -> Connection:
-    """A connection to the rendezvous. After five seconds in vain, a line says what it waits for."""
+    """A connection to the rendezvous. After five seconds a line says what it waits for."""
     start = time.monotonic()
     last_refused = None
     has_said_so = False
