@@ -37,6 +37,7 @@ from syncline.errors import RunFolderError
 from syncline.events import NO_EVENTS, Events, read_events
 from syncline.files import locked
 from syncline.files import write_atomic as write_atomic
+from syncline.machine import cores
 from syncline.marks import Mark, marks_of
 from syncline.plan import Plan, stored_plan
 
@@ -310,7 +311,7 @@ def list_runs(root: Path = ROOT) -> list[RunFolder]:
 def machine() -> dict[str, Any]:
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": platform.platform(),
         "python": platform.python_version(),

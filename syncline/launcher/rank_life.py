@@ -28,14 +28,11 @@ class Terminal:
     """
 
     def __init__(self, received: dict[int, int] | None = None) -> None:
-        self._received = received or {}
+        self.received = received or {}
+        """Where descriptors 1 and 2 lead, as descriptors of this process."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_received, ({number: reduction.DupFd(number) for number in (1, 2) if is_open(number)},))
-
-    def take(self) -> dict[int, int]:
-        """Where descriptors 1 and 2 lead, as descriptors of this process."""
-        return self._received
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def live(task: Task) -> NoReturn:
 
 def redirect_output(log_dir: Path, rank: int, terminal: Terminal | None) -> None:
     """By descriptor, so that what C code and child processes say goes there too."""
-    targets = terminal.take() if terminal else {}
+    targets = terminal.received if terminal else {}
     if rank:
         for descriptor in targets.values():
             os.close(descriptor)

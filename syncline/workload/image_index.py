@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from syncline.errors import DataError
+from syncline.machine import cores
 from syncline.workload.class_folders import list_class_folders
 from syncline.workload.decode import measure
 from syncline.workload.images import Progress
@@ -121,7 +122,7 @@ def _still_true(
 
 def _check(listing: Listing, changed: list[int], found: npt.NDArray[np.uint8], progress: Progress | None) -> None:
     """Decode each once. In threads: Pillow lets others run while it decodes."""
-    num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = cores()
     shown = time.monotonic()
     with ThreadPoolExecutor(num_threads) as pool, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of what is odd but readable

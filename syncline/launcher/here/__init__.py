@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher.here.fork_server import start_fork_server
-from syncline.launcher.here.host_ranks import Attempt, Place, make_task, restart_line, run_task
+from syncline.launcher.here.host_ranks import Attempt, Share, make_task, restart_line, run_task
 from syncline.launcher.starting import (
     LOOPBACK,
     check_numbers,
@@ -131,7 +131,7 @@ def run_ranks(
         task = make_task(payload, threads, folder, temporary=log_dir is None, environment=environment)
         director = _Alone(listener, port, noted, max_restarts)
         try:
-            return run_task(task, Place(0, 1, workers), director, noted, max_restarts)
+            return run_task(task, Share(0, 1, workers), director, noted, max_restarts)
         finally:
             director.close()
 

@@ -35,8 +35,8 @@ _STOP_SECONDS = 5
 
 
 @dataclass(frozen=True)
-class Place:
-    """This host among the hosts of a run, with as many ranks on each."""
+class Share:
+    """This host's share of the ranks of a run: as many as every other host's."""
 
     node_rank: int
     nodes: int
@@ -91,10 +91,10 @@ def make_task(payload: bytes, threads: int, folder: Path, *, temporary: bool, en
     )
 
 
-def run_task(task: Task, place: Place, director: Director, noted: list[int], max_restarts: int) -> list[Any]:
+def run_task(task: Task, share: Share, director: Director, noted: list[int], max_restarts: int) -> list[Any]:
     """This host's ranks to their end: their results."""
     raise_if_interrupted(noted)
-    ranks = HostRanks(task, place, director, run_id=uuid.uuid4().hex[:12], max_restarts=max_restarts)
+    ranks = HostRanks(task, share, director, run_id=uuid.uuid4().hex[:12], max_restarts=max_restarts)
     # A thread of its own: the main thread then only notes signals, and none of them can interrupt this between
     # starting a rank and remembering that it did.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="syncline-ranks") as pool:
@@ -105,7 +105,7 @@ def run_task(task: Task, place: Place, director: Director, noted: list[int], max
             raise error
         finally:
             error = None  # or this frame and the error would keep each other, and all that is open, alive
-    return [take_result(Path(task.log_dir), rank) for rank in place.ranks]
+    return [take_result(Path(task.log_dir), rank) for rank in share.ranks]
 
 
 def restart_line(error: SynclineError, number: int, max_restarts: int) -> str:
@@ -139,9 +139,9 @@ class _Process:
 class HostRanks:
     """The ranks of one task on one host, started as often as the director says."""
 
-    def __init__(self, task: Task, place: Place, director: Director, *, run_id: str, max_restarts: int) -> None:
+    def __init__(self, task: Task, share: Share, director: Director, *, run_id: str, max_restarts: int) -> None:
         self._task = task
-        self._place = place
+        self._share = share
         self._director = director
         self._run_id = run_id
         self._max_restarts = max_restarts
@@ -167,10 +167,10 @@ class HostRanks:
                 return error
 
     def _start(self, attempt: Attempt) -> None:
-        forget_outcomes(self._log_dir, self._place.ranks)
+        forget_outcomes(self._log_dir, self._share.ranks)
         self._processes = []
         context = multiprocessing.get_context("forkserver")
-        for local, rank in enumerate(self._place.ranks):
+        for local, rank in enumerate(self._share.ranks):
             for path in output_files(self._log_dir, rank):
                 _put_aside(path)
             environment = {**self._task.environment, **self._variables(local, rank, attempt)}
@@ -183,11 +183,11 @@ class HostRanks:
     def _variables(self, local: int, rank: int, attempt: Attempt) -> dict[str, str]:
         placement = Placement(
             rank=rank,
-            world_size=self._place.nodes * self._place.ranks_here,
+            world_size=self._share.nodes * self._share.ranks_here,
             local_rank=local,
-            local_world_size=self._place.ranks_here,
-            host_index=self._place.node_rank,
-            num_hosts=self._place.nodes,
+            local_world_size=self._share.ranks_here,
+            host_index=self._share.node_rank,
+            num_hosts=self._share.nodes,
             master_addr=attempt.address,
             master_port=attempt.port,
             launcher="syncline",
@@ -200,7 +200,7 @@ class HostRanks:
         """To the end of the run: whether all ranks of all hosts succeeded."""
         patience = Patience(self._log_dir)
         while True:
-            codes = dict(zip(self._place.ranks, [process.look() for process in self._processes], strict=True))
+            codes = dict(zip(self._share.ranks, [process.look() for process in self._processes], strict=True))
             if self._director.must_stop() or patience.is_over(codes):
                 return False
             if not any(code != 0 for code in codes.values()) and self._director.all_finished():
@@ -234,7 +234,7 @@ class HostRanks:
     def _judge(self) -> SynclineError:
         endings = [Ending(rank.exit_code, rank.last_alive, rank.asked, rank.forced) for rank in self._processes]
         keeps_logs = self._task.log_dir not in self._task.leftovers
-        return judge(self._log_dir, endings, keeps_logs=keeps_logs, first_rank=self._place.ranks.start)
+        return judge(self._log_dir, endings, keeps_logs=keeps_logs, first_rank=self._share.ranks.start)
 
 
 def _put_aside(path: Path) -> None:

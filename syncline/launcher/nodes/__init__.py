@@ -21,7 +21,7 @@ from typing import Any
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher.adopt import HOSTS_VARIABLE
 from syncline.launcher.here.fork_server import start_fork_server, wait_for_fork_server
-from syncline.launcher.here.host_ranks import make_task, run_task
+from syncline.launcher.here.host_ranks import Share, make_task, run_task
 from syncline.launcher.nodes.route import Route, find_route
 from syncline.launcher.starting import check_numbers, listening, log_folder, packed, signals_noted
 
@@ -86,19 +86,17 @@ class JoinedNode:
     ) -> list[Any]:
         """This node's share of all `workers` ranks, to the end of the run; their results. An error is the one that
         every node ends with."""
-        from syncline.launcher.here.host_ranks import Place
-
         ranks_here = workers // self.node.nodes
         check_numbers(ranks_here, threads)
-        place = Place(self.node.node_rank, self.node.nodes, ranks_here)
-        with signals_noted() as noted, log_folder(log_dir, place.ranks) as folder:
+        share = Share(self.node.node_rank, self.node.nodes, ranks_here)
+        with signals_noted() as noted, log_folder(log_dir, share.ranks) as folder:
             self.member.noted = noted
             start_fork_server(preload)
             wait_for_fork_server()  # all nodes' ranks start at once only if no node still loads torch
             payload = packed(function, tuple(args))
             task = make_task(payload, threads, folder, temporary=False, environment=self._environment())
             try:
-                return run_task(task, place, self.member, noted, self._max_restarts)
+                return run_task(task, share, self.member, noted, self._max_restarts)
             except SynclineError as error:
                 raise self.member.verdict or error from None
 
