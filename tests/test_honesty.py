@@ -46,9 +46,10 @@ def test_link_below_nine_tenths_of_its_rate_is_said(measured: list[float], note:
 
 
 def test_memory_is_estimated_and_too_little_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one = estimated_bytes(hosts=1, ranks=1, weights_bytes=37e6)
-    assert estimated_bytes(hosts=8, ranks=8, weights_bytes=37e6) == 8 * one
-    monkeypatch.setattr(honesty, "available_bytes", lambda: 2 * one)
+    needed = [estimated_bytes(hosts=hosts, ranks=hosts, weights_bytes=37e6) for hosts in (1, 2, 8)]
+    assert needed[2] - needed[0] == 7 * (needed[1] - needed[0]), "what hosts share counts once"
+    assert needed[0] > needed[1] - needed[0] > 5 * 37e6
+    monkeypatch.setattr(honesty, "available_bytes", lambda: needed[1])
     assert "about" in honesty.check_memory(hosts=1, ranks=1, weights_bytes=37e6)
     with pytest.raises(UsageError, match="3 hosts with 3 ranks need about"):
         honesty.check_memory(hosts=3, ranks=3, weights_bytes=37e6)

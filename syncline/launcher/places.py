@@ -231,6 +231,7 @@ def _run_on_host(
     node: Node, plan: Plan, voice: Voice, function: Callable[..., Any], args: tuple[Any, ...], folder: Path
 ) -> Any:
     """What runs on each emulated host: the same as on a machine that is a node."""
+    start_fork_server(PRELOAD)  # before there are threads: it is then a fork of this process
     with _joined(node, plan, voice) as here:
         return _run_share(here, function, args, plan, folder)
 

@@ -25,10 +25,13 @@ _CHECK_SECONDS = 1.0
 _PATIENCE_SECONDS = 20.0
 _PORT = 29499
 _CHUNK_BYTES = 1 << 18
-_HOST_BYTES = 260 * 2**20
-"""An emulated host loads torch for itself."""
-RANK_BYTES = 350 * 2**20
-"""A rank before it has a model: Python, torch, the data."""
+_SHARED_BYTES = 580 * 2**20
+"""The launcher, the switch, and what all emulated hosts share: torch, loaded once. This and the next two are fits to
+the sum of PSS of all processes with 2 and 8 hosts, a tiny model and synthetic images: 869 and 1,726 MiB."""
+_HOST_BYTES = 35 * 2**20
+"""An emulated host without its ranks: its first process, its launcher, its fork server."""
+RANK_BYTES = 260 * 2**20
+"""A rank before it has a model: 107 MiB with synthetic images, and the rest of CIFAR-10's bytes."""
 _COPIES_OF_WEIGHTS = 5
 """Weights, gradients, momentum, their flat buffer, and what is on its way."""
 _COPIES_IN_REPLAY = 4
@@ -136,7 +139,7 @@ def receiving_rate(connection: socket.socket) -> float:
 def estimated_bytes(*, hosts: int, ranks: int, weights_bytes: float, replayed: bool = False) -> float:
     """Memory that all ranks, and the hosts if emulated, will take together; activations aside."""
     copies = _COPIES_IN_REPLAY if replayed else _COPIES_OF_WEIGHTS
-    return hosts * _HOST_BYTES + ranks * (RANK_BYTES + copies * weights_bytes)
+    return _SHARED_BYTES + hosts * _HOST_BYTES + ranks * (RANK_BYTES + copies * weights_bytes)
 
 
 def check_memory(*, hosts: int, ranks: int, weights_bytes: float, replayed: bool = False) -> str:
