@@ -40,7 +40,7 @@ from syncline.launcher.wire import Frame, pack, receive_frame, send_frame, unpac
 MOST_DESCRIPTORS = 5
 """With a request to start something: input, output, errors, the status connection, and a file for the answer."""
 _ANSWER = 3
-_SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY = "/dev/shm"
 _FORKED = ("from multiprocessing.forkserver import main", "from multiprocessing.resource_tracker import main")
 _run_in_fresh_interpreter = multiprocessing.util.spawnv_passfds
 
@@ -50,7 +50,7 @@ def furnish(host: int, num_hosts: int) -> None:
     socket.sethostname(host_name(host))
     keep_mounts_private()
     mount_fresh("proc", "/proc")
-    mount_fresh("tmpfs", _SHARED_MEMORY)
+    mount_fresh("tmpfs", SHARED_MEMORY)
     _name_the_hosts(num_hosts)
     quieten_ipv6()
 
@@ -60,11 +60,11 @@ def _name_the_hosts(num_hosts: int) -> None:
     named = {"127.0.0.1": "localhost"} | {host_address(host): host_name(host) for host in range(num_hosts)}
     # With the prefix is how torch asks for the name that belongs to an address.
     lines = [f"{prefix}{address} {name}" for address, name in named.items() for prefix in ("", "::ffff:")]
-    names = Path(_SHARED_MEMORY, "hosts")
+    names = Path(SHARED_MEMORY, "hosts")
     names.write_text("\n".join(lines) + "\n")
     with contextlib.suppress(OSError):  # a machine without the file has no use for it
         mount_file(str(names), "/etc/hosts")
-    mount_fresh("tmpfs", _SHARED_MEMORY)
+    mount_fresh("tmpfs", SHARED_MEMORY)
 
 
 class Keeper:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from syncline.launcher.emulation import namespaces as ns
-from syncline.launcher.emulation.host import Keeper, furnish
+from syncline.launcher.emulation.host import SHARED_MEMORY, Keeper, furnish
 from syncline.launcher.emulation.network import Network
 from syncline.launcher.wire import receive_frame, send_frame
 
@@ -56,7 +56,9 @@ def main(arguments: list[str]) -> None:
             ns.adopt_orphans()
             if not ns.is_privileged():
                 ns.become_privileged()  # before modules start threads, with which it is refused
-            ns.unshare(ns.NEW_NET)
+            ns.unshare(ns.NEW_NET | ns.NEW_MOUNTS)
+            ns.keep_mounts_private()
+            ns.mount_fresh("tmpfs", SHARED_MEMORY)
         _preload(arguments[1 + 2 * num_hosts :])
         _set_up(control, hosts, rates, launcher, children)
     except Refused as refusal:
@@ -69,6 +71,7 @@ def main(arguments: list[str]) -> None:
 
 def _preload(modules: list[str]) -> None:
     """Hosts are forked from this process, and what they run in Python from them: nobody loads these again."""
+    os.environ["TMPDIR"] = SHARED_MEMORY  # torch makes a folder there, which so ends with this process
     for module in modules:
         with contextlib.suppress(ImportError):  # whoever needs it will say so
             importlib.import_module(module)
