@@ -31,9 +31,9 @@ from typing import Any
 
 from support import write_result
 
+from syncline.accounting.breakdown import break_down, summarise
 from syncline.events import read_events
 from syncline.launcher.emulation.network import INTERFACE
-from syncline.measure.breakdown import break_down, summarise
 from syncline.plan import Plan
 
 LINK_MBIT = 200

@@ -28,7 +28,7 @@ from syncline.units import parse_bytes
 from syncline.voice import Show, Voice
 
 if TYPE_CHECKING:
-    from syncline.measure.explain import Explanation
+    from syncline.accounting.explanation import Explanation
     from syncline.study.cells import Cell
 
 COMPARED = tuple(name for name, row in METHODS.items() if row.compared)
@@ -170,7 +170,7 @@ def explain(
 
     `probe` is a probe run for the rate of the link; without it, the newest that fits.
     """
-    from syncline.measure.explain import explain as explain_run
+    from syncline.accounting.explanation import explain as explain_run
 
     return explain_run(_opened(run), method=method, probe=_probe_run(probe) if probe is not None else None)
 
@@ -277,7 +277,7 @@ def _probe(
     label = f"{'+'.join(backends)}-{plan.workers}"
     with started("probe", plan, place, voice, label=label, run_dir=run_dir) as job:
         from syncline import worker
-        from syncline.measure.probe import summarise
+        from syncline.measure.probing import summarise
 
         rows: list[dict[str, Any]] = []
         if within := [name for name in backends if name != "mpi"]:

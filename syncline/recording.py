@@ -31,12 +31,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from syncline.accounting.statistics import timing
 from syncline.comm import Communicator
 from syncline.comm.clock import note_clock
 from syncline.comm.torch_backend import adopt
 from syncline.data_parallel import DataParallel, host_index
 from syncline.errors import RunFolderError, SynclineError, UsageError
-from syncline.measure.statistics import timing
 from syncline.methods import BASELINE, CONTROL, METHODS
 from syncline.plan import Plan
 from syncline.spans import EventLog

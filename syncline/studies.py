@@ -14,14 +14,14 @@ from syncline.errors import PlanError, RunFolderError
 from syncline.methods import current_name
 from syncline.report import page
 from syncline.report.schedules import schedule_svg
-from syncline.report.tables import print_table
+from syncline.report.terminal import print_table
 from syncline.results import Lab
 from syncline.store import ROOT, open_run
+from syncline.study.cell_rows import run_rows
 from syncline.study.cells import Ground
 from syncline.study.contents import study_contents
 from syncline.study.file import load_study
 from syncline.study.on_the_spot import scaling_study, side_by_side, with_one
-from syncline.study.results import run_rows
 from syncline.study.runner import StudyRun, open_study
 from syncline.study.tables import build_table
 from syncline.voice import Show, Voice

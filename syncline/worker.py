@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
+from syncline.accounting.statistics import counted, timing
 from syncline.comm import Communicator
 from syncline.comm.mpi_backend import aborting
 from syncline.errors import DataError, SynclineError
 from syncline.launcher import watch
 from syncline.machine import cores
 from syncline.measure.certify import Certifier
-from syncline.measure.compare import Comparison, contenders
+from syncline.measure.comparison import Comparison, contenders
 from syncline.measure.load import LoadMeter
-from syncline.measure.probe import run_probe
-from syncline.measure.statistics import counted, timing
+from syncline.measure.probing import run_probe
 from syncline.methods import BASELINE
 from syncline.plan import Plan, load_plan
 from syncline.rank import Rank, backend_of, joined, place_of

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from syncline.measure.advice import RULES, Facts, advise, verdict
-from syncline.measure.breakdown import PARTS, Breakdown, BucketMeans, RankMeans
-from syncline.measure.stragglers import Disagreement, Straggler
+from syncline.accounting.advice import RULES, Facts, advise, verdict
+from syncline.accounting.breakdown import PARTS, Breakdown, BucketMeans, RankMeans
+from syncline.accounting.stragglers import Disagreement, Straggler
 
 
 def facts(

@@ -10,14 +10,13 @@ import pytest
 import torch
 from helpers import on_processes
 
+from syncline.accounting.bandwidth import Bandwidth, Wire, bandwidth, find_link, transfer_seconds, wire_of
+from syncline.accounting.usage import memory
 from syncline.collectives.execute import Executor
 from syncline.collectives.patterns import PATTERNS, make_schedule
 from syncline.comm.communicator import Communicator
 from syncline.comm.counters import TrafficCounter
 from syncline.events import Events, Phase, RankInfo, RankStep, Step, Transfer
-from syncline.measure.bandwidth import Bandwidth, bandwidth, find_link, transfer_seconds
-from syncline.measure.memory import memory
-from syncline.measure.theory import Wire, wire_of
 from syncline.plan import Plan, parse_plan
 from syncline.spans import EventLog
 from syncline.store import Run, create_run

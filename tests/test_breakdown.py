@@ -7,8 +7,8 @@ from event_logs import MS, rank_step, step_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from syncline.accounting.breakdown import PARTS, RankBreakdown, break_down, summarise
 from syncline.events import Pack, Phase, RankStep, Step, Transfer
-from syncline.measure.breakdown import PARTS, RankBreakdown, break_down, summarise
 
 PHASES = {"data": (1, 5), "forward": (5, 20), "backward": (20, 60), "sync": (60, 80), "update": (80, 95)}
 

@@ -12,8 +12,7 @@ from helpers import MANY_WORKERS, ON_THREADS, on_processes, on_threads, small_ba
 from torch import Tensor, nn
 
 from syncline.comm import Communicator
-from syncline.measure.certify import Certificate, Certifier
-from syncline.measure.verdict import CLOSE, Verdict, judge_close, judge_sum, worst
+from syncline.measure.certify import CLOSE, Certificate, Certifier, Verdict, judge_close, judge_sum, worst
 from syncline.spans import EventLog
 from syncline.sync import GradientSync, make_sync
 from syncline.sync.after_backward import AfterBackward, AllReduce

@@ -18,7 +18,7 @@ from syncline.collectives.schedule import Round, Schedule, ScheduleError, Transf
 from syncline.comm import Communicator
 from syncline.comm.communicator import Operation, Work, Wrapper
 from syncline.comm.threads import run_threads
-from syncline.measure.verdict import judge_sum
+from syncline.measure.certify import judge_sum
 from syncline.spans import EventLog
 
 WORLD_SIZES = range(1, 18)

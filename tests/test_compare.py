@@ -9,10 +9,10 @@ import pytest
 import torch
 from helpers import ON_THREADS, on_threads, small_batches
 
+from syncline.accounting.statistics import spread, timing
 from syncline.comm import Communicator
-from syncline.measure import compare
-from syncline.measure.compare import Comparison, Contender, compare_rows, contenders
-from syncline.measure.statistics import spread, timing
+from syncline.measure import comparison
+from syncline.measure.comparison import Comparison, Contender, compare_rows, contenders
 from syncline.plan import Plan
 from syncline.spans import EventLog
 from syncline.workload.models import build_model, usual_task
@@ -115,7 +115,7 @@ class Watching:
 def _one_model_for_all(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Copies of one model, because threads share torch's generator; and torch's threads are put back."""
     model = build_model("cnn", seed=1)
-    monkeypatch.setattr(compare, "make_model", lambda plan, device, task: copy.deepcopy(model))
+    monkeypatch.setattr(comparison, "make_model", lambda plan, device, task: copy.deepcopy(model))
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

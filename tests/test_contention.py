@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from syncline.accounting.contention import Contention, bare_times, contention, describe
 from syncline.events import read_events
-from syncline.measure.contention import Contention, bare_times, contention, describe
 from syncline.spans import EventLog
 
 BARE = {

@@ -19,11 +19,11 @@ from syncline.marks import STRETCHED
 from syncline.measure.capacity import fitted, in_child, ladder
 from syncline.plan import load_plan
 from syncline.spans import EventLog
-from syncline.study.capacity import does_not_fit, needed_bytes
+from syncline.study.cell_rows import with_links
 from syncline.study.cells import Cell, Ground, expand
+from syncline.study.estimate import does_not_fit, needed_bytes
 from syncline.study.file import load_study, parse_study
 from syncline.study.lab_code import LABS, load_file
-from syncline.study.links import with_links
 from syncline.study.rows import Row
 from syncline.workload.synthetic import synthetic_images
 

@@ -11,11 +11,11 @@ from conftest import Cli
 from event_logs import header, whole_step, write_log
 from test_cli import SMALL, assert_refused, one_document
 
+from syncline.accounting.breakdown import PARTS
+from syncline.accounting.explanation import explain, explain_step
 from syncline.errors import RunFolderError
-from syncline.measure.breakdown import PARTS
-from syncline.measure.explain import explain, explain_step
 from syncline.plan import Plan
-from syncline.report.explain import show_explanation, show_step
+from syncline.report.explained import show_explanation, show_step
 from syncline.spans import FORMAT
 from syncline.store import Run, create_run
 

@@ -23,7 +23,7 @@ from helpers import gradients, on_threads, one_compute_thread
 from torch import Tensor
 
 from syncline.comm import Communicator
-from syncline.measure.verdict import judge_sum
+from syncline.measure.certify import judge_sum
 from syncline.sync import make_sync
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

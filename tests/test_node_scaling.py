@@ -12,14 +12,13 @@ from syncline.marks import ON_LINKS, ON_LOOPBACK, REPLAYED, Mark
 from syncline.plan import load_plan
 from syncline.store import create_run
 from syncline.study.answering import ANSWERS
+from syncline.study.cell_rows import best_points, rows_of
 from syncline.study.cells import Cell, Ground, expand
-from syncline.study.costs import cost_of
-from syncline.study.estimate import Estimate, estimate
+from syncline.study.estimate import Estimate, cost_of, estimate
 from syncline.study.figures import build_figure
 from syncline.study.file import Figure, Table, load_study, parse_study
 from syncline.study.fits import describe, fit_law
 from syncline.study.lab_code import LABS, load_answers
-from syncline.study.results import best_points, rows_of
 from syncline.study.rows import Row, baseline_of
 from syncline.study.tables import build_table
 from syncline.study.values import VALUES

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from helpers import on_threads
 
+from syncline.accounting.bandwidth import bus_factor, link_rate
 from syncline.comm.communicator import Communicator, Operation, Work, Wrapper
 from syncline.errors import CommunicationError, PlanError
-from syncline.measure.probe import bus_factor, link_rate, run_probe, summarise
+from syncline.measure.probing import run_probe, summarise
 from syncline.spans import EventLog
 
 SIZES = [4, 4000, 100_000]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from syncline.measure.profiler import operator_totals
+from syncline.accounting.usage import operator_totals
 
 
 def recorded(folder: Path, rank: int, step: int, *operators: tuple[str, int, float, float]) -> None:

@@ -9,10 +9,10 @@ import pytest
 from test_report import BROWSER, MACHINE, PARTS, open_in_browser
 
 from syncline.report.page import write_report
+from syncline.study.cell_rows import with_links
 from syncline.study.contents import Contents, study_contents
 from syncline.study.figures import Bar, Timeline
 from syncline.study.file import load_study
-from syncline.study.links import with_links
 from syncline.study.rows import Row
 
 METHODS = ("ddp", "thread-replicas", "shared-memory")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from syncline.accounting import sanity
 from syncline.marks import Mark
-from syncline.measure import sanity
 from syncline.study.rows import Row
 
 

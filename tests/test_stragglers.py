@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from event_logs import rank_step, step_of
 
+from syncline.accounting.breakdown import RankBreakdown, break_down
+from syncline.accounting.stragglers import BETWEEN, Straggler, find_disagreement, find_stragglers
 from syncline.events import RankInfo, RankStep, Step
-from syncline.measure.breakdown import RankBreakdown, break_down
-from syncline.measure.stragglers import BETWEEN, Straggler, find_disagreement, find_stragglers
 
 LENGTHS = {"data": 10.0, "forward": 20.0, "backward": 50.0, "update": 10.0}
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from conftest import Cli
 
+from syncline.accounting.explanation import explain
 from syncline.cli.trace import trace
 from syncline.errors import PlanError
 from syncline.events import Events, Phase, RankInfo, RankStep, Step, Transfer
-from syncline.measure.explain import explain
-from syncline.report.explain import show_explanation
-from syncline.report.trace import chrome_trace
+from syncline.report.chrome_trace import chrome_trace
+from syncline.report.explained import show_explanation
 from syncline.store import Run, RunFolder
 
 REQUIRED = {"X": {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}, "M": {"name", "ph", "pid", "tid", "args"}}

@@ -10,7 +10,7 @@ import typer
 from syncline import jobs
 from syncline.cli import options
 from syncline.launcher.nodes import JOIN_TIMEOUT_S
-from syncline.report.tables import comparison_table
+from syncline.report.terminal import comparison_table
 from syncline.results import Comparison
 
 

@@ -27,13 +27,13 @@ def explain(
     """
     if step is None:
         explanation = jobs.explain(run, method=method, probe=probe)
-        from syncline.report.explain import show_explanation
+        from syncline.report.explained import show_explanation
 
         options.print_json(explanation.as_document()) if as_json else show_explanation(explanation)
         return
     # Here, because the schedules that bytes are reckoned from load torch.
-    from syncline.measure.explain import explain_step
-    from syncline.report.explain import show_step
+    from syncline.accounting.explanation import explain_step
+    from syncline.report.explained import show_step
 
     explained = explain_step(run_with_steps(run), step, method=method)
     options.print_json(explained.as_document()) if as_json else show_step(explained)

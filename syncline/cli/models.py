@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from syncline.cli import options
-from syncline.report.tables import print_table
+from syncline.report.terminal import print_table
 from syncline.units import format_bytes
 from syncline.words import MODELS
 

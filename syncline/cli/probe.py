@@ -9,7 +9,7 @@ import typer
 from syncline import jobs
 from syncline.cli import options
 from syncline.launcher.nodes import JOIN_TIMEOUT_S
-from syncline.report.tables import probe_tables
+from syncline.report.terminal import probe_tables
 
 
 def probe(

@@ -27,7 +27,7 @@ def trace(
 
     One track per rank for compute, one for communication, with waits and bytes.
     """
-    from syncline.report.trace import chrome_trace
+    from syncline.report.chrome_trace import chrome_trace
 
     first, last = _steps(steps)
     folder = run_with_steps(run)

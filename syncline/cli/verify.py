@@ -9,7 +9,7 @@ import typer
 from syncline import jobs
 from syncline.cli import options
 from syncline.launcher.places import Here
-from syncline.report.tables import certificate_table
+from syncline.report.terminal import certificate_table
 
 
 def verify(

@@ -1,1 +1,1 @@
-"""Stage 7: what happened: comparison, certificates, statistics."""
+"""Stage 7b: experiments that run ranks: comparison, certificates, probes, memory."""

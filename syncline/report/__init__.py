@@ -1,1 +1,1 @@
-"""Stage 10: tables: draws what earlier stages return, computes nothing."""
+"""Stage 11: tables, figures, pages: draws what earlier stages return, computes nothing."""

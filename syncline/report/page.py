@@ -14,9 +14,8 @@ from typing import Any
 import jinja2
 
 from syncline.files import write_atomic
-from syncline.report.plots import plot, plot_timeline
-from syncline.report.static import write_figure
-from syncline.report.tables import describe
+from syncline.report.plots import plot, plot_timeline, write_figure
+from syncline.report.terminal import describe
 from syncline.study.answering import listed
 from syncline.study.contents import Contents
 from syncline.study.figures import FigureData

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from syncline.measure.sanity import inside_spread
+from syncline.accounting.sanity import inside_spread
 from syncline.methods import BASELINE
 from syncline.study.rows import Row
 from syncline.study.values import VALUES

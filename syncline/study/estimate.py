@@ -1,19 +1,21 @@
-"""How long a cell will take and how much memory, before it runs. Rough: corrected by what the first cells took."""
+"""What a cell will take, before it runs: operations and bytes by shapes alone; seconds, roughly, corrected by what
+the first cells took; and memory, by shapes or by what an earlier stage measured (see measure/capacity.py)."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-import torch
-
 from syncline.launcher.emulation.honesty import RANK_BYTES, estimated_bytes
 from syncline.machine import cores
+from syncline.methods import method_of
 from syncline.plan import Plan
 from syncline.study.cells import Cell
-from syncline.study.costs import Cost, cost_of
+from syncline.study.rows import Row
+from syncline.units import format_bytes
 
 START_S = 3.0
 """Starting ranks, loading data."""
@@ -85,17 +87,77 @@ def _speed(threads: int) -> float:
 def matrix_speed() -> float:
     """Floating-point operations a second of this machine: the quickest of short matrix products on one thread, times
     the cores. The quickest, because what else runs now need not run later."""
+    import torch  # late: an estimate by shapes alone needs none
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        return time.perf_counter() - start
+
     size, threads = 512, torch.get_num_threads()
     matrix = torch.ones(size, size)
     torch.set_num_threads(1)
     try:
-        best = min(_seconds(matrix) for _ in range(40))
+        best = min(seconds() for _ in range(40))
     finally:
         torch.set_num_threads(threads)
     return 2 * size**3 / best * cores()
 
 
-def _seconds(matrix: torch.Tensor) -> float:
-    start = time.perf_counter()
-    torch.mm(matrix, matrix)
-    return time.perf_counter() - start
+@dataclass(frozen=True)
+class Cost:
+    flops: float
+    """To train on one sample."""
+    parameters: int
+    sample_bytes: int
+    """That one sample occupies between forward and backward."""
+    gradient_bytes: int
+    """That a worker has to share in each step."""
+    guessed: bool = False
+
+
+GUESS = Cost(1e9, 10_000_000, 10_000_000, 40_000_000, guessed=True)
+"""For what is only known once it is built: a user's own model, a vocabulary that a text decides."""
+
+
+def cost_of(plan: Plan) -> Cost:
+    """Of the plan's model on inputs of the size and classes that the plan gives."""
+    if ":" in plan.model:
+        return GUESS
+    ages = plan.data in ("imdb-wiki", "synthetic-ages")
+    return _cost(plan.model, ages, plan.image_size, plan.num_classes, plan.sequence_length)
+
+
+@cache
+def _cost(
+    model: str, ages: bool, image_size: int | None, num_classes: int | None, sequence_length: int | None
+) -> Cost:
+    from syncline.workload.profile import profile
+    from syncline.workload.shapes import synthetic_task
+
+    shape = {"image_size": image_size, "num_classes": num_classes, "sequence_length": sequence_length}
+    plan = Plan.model_validate({"model": model, "data": "synthetic-ages" if ages else "synthetic", **shape})
+    found = profile(model, synthetic_task(plan))
+    return Cost(found.training_flops, found.parameters, found.activation_bytes, found.gradient_bytes)
+
+
+def does_not_fit(cell: Cell, measured: Sequence[Row]) -> str | None:
+    """Why it does not, or None: it fits, or nothing was measured for its model."""
+    known = [row.figures for row in measured if row.point.get("model") == cell.plan.model]
+    if not known or "bytes_per_sample" not in known[0]:
+        return None
+    figures, room = known[0], known[0]["room_bytes"]
+    needed = needed_bytes(cell, figures["bytes_per_sample"], figures["process_bytes"])
+    if needed <= room:
+        return None
+    each = format_bytes(round(figures["bytes_per_sample"]))
+    free = format_bytes(round(room))
+    return f"needs about {format_bytes(needed)} of memory, at a measured {each} per sample; {free} may be taken"
+
+
+def needed_bytes(cell: Cell, bytes_per_sample: float, process_bytes: float) -> int:
+    """Of all ranks. What a method frees stays with its process, so rank 0 of a comparison in which one process takes
+    the whole batch holds that beside all others' shares."""
+    alone = cell.plan.num_ranks > 1 and any(method_of(name).alone for name in cell.methods)
+    samples = cell.plan.global_batch * (2 if alone else 1)
+    return round(cell.plan.num_ranks * process_bytes + samples * bytes_per_sample)

@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from syncline.measure.fit import CONFIDENCE
+from syncline.measure.line_fit import CONFIDENCE
 from syncline.study.rows import Row, baseline_of, speedup_over
 
 POOR = 0.10

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from syncline.accounting.breakdown import PARTS
 from syncline.errors import PlanError
 from syncline.forms import checked
-from syncline.measure.breakdown import PARTS
 from syncline.methods import BASELINE
 from syncline.study.file import Study
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from syncline.accounting.statistics import speedup, spread
 from syncline.marks import Mark
-from syncline.measure.statistics import speedup, spread
 from syncline.methods import BASELINE
 
 

@@ -12,14 +12,12 @@ from typing import Any
 
 from syncline.errors import Interrupted, RunFolderError, UsageError
 from syncline.store import Run, machine, write_atomic
-from syncline.study.capacity import does_not_fit
+from syncline.study.cell_rows import best_points, is_finished, rows_of, with_links
 from syncline.study.cells import Cell, Chosen, Ground, expand
 from syncline.study.contents import Contents, main_answer, study_contents
-from syncline.study.estimate import Estimate, estimate
+from syncline.study.estimate import Estimate, does_not_fit, estimate
 from syncline.study.figures import Timeline, timeline_of
 from syncline.study.file import Stage, Study
-from syncline.study.links import with_links
-from syncline.study.results import best_points, is_finished, rows_of
 from syncline.study.rows import Row, matching, pooled
 from syncline.units import format_bytes
 from syncline.voice import Voice

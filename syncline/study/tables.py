@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from syncline.measure.sanity import Warning, check_rows, efficiency_above_one, merged
+from syncline.accounting.sanity import Warning, check_rows, efficiency_above_one, merged
 from syncline.methods import BASELINE
 from syncline.study import file
 from syncline.study.rows import Quantity, Row, matching

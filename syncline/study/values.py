@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from syncline.measure.breakdown import COMMUNICATION, COMPUTE, PARTS, overlap
-from syncline.measure.statistics import paired_ratio
+from syncline.accounting.breakdown import COMMUNICATION, COMPUTE, PARTS, overlap
+from syncline.accounting.statistics import paired_ratio
 from syncline.methods import CONTROL
 from syncline.study.fits import Law, fit_rows
 from syncline.study.rows import Quantity, Row, baseline_of, speedup_over

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from syncline.measure.sanity import inside_spread
+from syncline.accounting.sanity import inside_spread
 from syncline.methods import BASELINE
 from syncline.study.answering import Rows, missing, no_difference, read, step_text, step_time
 from syncline.study.rows import Row

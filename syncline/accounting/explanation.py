@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from syncline.errors import RunFolderError, SynclineError
-from syncline.events import Events, Step
-from syncline.measure.advice import Advice, Facts, advise, verdict
-from syncline.measure.bandwidth import Bandwidth, bandwidth, find_link
-from syncline.measure.breakdown import (
+from syncline.accounting.advice import Advice, Facts, advise, verdict
+from syncline.accounting.bandwidth import Bandwidth, bandwidth, find_link
+from syncline.accounting.breakdown import (
     COMPUTE,
     Breakdown,
     RankBreakdown,
@@ -24,11 +22,12 @@ from syncline.measure.breakdown import (
     offered,
     summarise,
 )
-from syncline.measure.contention import Contention, bare_times, contention
-from syncline.measure.memory import RankMemory, memory
-from syncline.measure.profiler import Profiled, operator_totals
-from syncline.measure.statistics import paired_ratio
-from syncline.measure.stragglers import Disagreement, Straggler, find_disagreement, find_stragglers
+from syncline.accounting.contention import Contention, bare_times, contention
+from syncline.accounting.statistics import paired_ratio
+from syncline.accounting.stragglers import Disagreement, Straggler, find_disagreement, find_stragglers
+from syncline.accounting.usage import Profiled, RankMemory, memory, operator_totals
+from syncline.errors import RunFolderError, SynclineError
+from syncline.events import Events, Step
 from syncline.methods import current_name, method_of
 from syncline.plan import Plan
 from syncline.results import Tabular

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from syncline.accounting.breakdown import COMPUTE
+from syncline.accounting.statistics import spread
 from syncline.events import Events
-from syncline.measure.breakdown import COMPUTE
-from syncline.measure.statistics import spread
 from syncline.units import format_seconds
 
 Times = Mapping[int, Mapping[str, Sequence[float]]]

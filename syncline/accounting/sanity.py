@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from syncline.accounting.statistics import spread
 from syncline.marks import Mark
-from syncline.measure.statistics import spread
 from syncline.units import format_seconds
 
 FEWEST_STEPS = 5

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from syncline.measure.breakdown import COMPUTE, Breakdown, BucketMeans
-from syncline.measure.stragglers import BETWEEN, Disagreement, Straggler
+from syncline.accounting.breakdown import COMPUTE, Breakdown, BucketMeans
+from syncline.accounting.stragglers import BETWEEN, Disagreement, Straggler
 from syncline.methods import IN_MEMORY, ON_LINKS, Method, method_of
 from syncline.units import format_seconds
 

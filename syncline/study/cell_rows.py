@@ -1,18 +1,20 @@
-"""Results: the finished cells of a study as rows, and what an earlier stage found best."""
+"""The finished cells of a study as rows, with what a probe of the same study found on their links; and what an
+earlier stage found best."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from syncline.accounting.breakdown import break_down, summarise
+from syncline.accounting.usage import memory
 from syncline.errors import RunFolderError
-from syncline.measure.breakdown import break_down, summarise
-from syncline.measure.memory import memory
-from syncline.methods import BASELINE, current_label
+from syncline.methods import BASELINE, current_label, method_of
 from syncline.store import Run
 from syncline.study.cells import Cell, Chosen
-from syncline.study.costs import cost_of
+from syncline.study.estimate import cost_of
 from syncline.study.file import Stage
 from syncline.study.rows import Row
 from syncline.study.values import VALUES
@@ -115,3 +117,29 @@ def best_points(stage: Stage, earlier: Sequence[Row]) -> Chosen:
         if group not in found or score > found[group][0]:
             found[group] = (score, {key: row.point[key] for key in chosen.keys})
     return {group: values for group, (_, values) in found.items()}
+
+
+def with_links(rows: Sequence[Row]) -> list[Row]:
+    """Rows with `link_bytes_per_s` and `probe_bytes_per_s`, where a probe had as many workers on as many hosts."""
+    probes = [row for row in rows if "points" in row.figures]
+    return [replace(row, figures={**row.figures, **_links_of(row, probes)}) if row.seconds else row for row in rows]
+
+
+def _links_of(row: Row, probes: Sequence[Row]) -> dict[str, Any]:
+    backend = "shared-memory" if method_of(row.method).in_memory else "gloo"
+    here = {
+        one.point["operation"]: one
+        for one in probes
+        if one.workers == row.workers
+        and one.point.get("hosts", 1) == row.point.get("hosts", 1)
+        and one.point["backend"] == backend
+    }
+    found: dict[str, Any] = {}
+    if "send_receive" in here and (rate := here["send_receive"].figures.get("link_rate")):
+        found["link_bytes_per_s"] = rate
+    size, whole = row.figures.get("gradient_bytes"), here.get("all_reduce")
+    # Ranks that share cores wait for each other's turn in a probe too: what it reached is no bound then.
+    if whole is not None and size and not whole.stretched:
+        nearest = min(whole.figures["points"], key=lambda point: abs(point["bytes"] - size))
+        found["probe_bytes_per_s"] = nearest["bytes_per_s"]
+    return found

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from syncline.accounting.breakdown import RankBreakdown
 from syncline.events import RankInfo, RankStep, Step
-from syncline.measure.breakdown import RankBreakdown
 
 LATE = 0.05
 """Of a step: less is not called late."""

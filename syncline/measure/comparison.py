@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from syncline.accounting.statistics import paired_ratio, speedup, timing
 from syncline.comm.communicator import Communicator
 from syncline.comm.counters import StepTraffic
-from syncline.measure.statistics import paired_ratio, speedup, timing
 from syncline.methods import BASELINE, CONTROL, METHODS
 from syncline.plan import Plan
 from syncline.spans import EventLog
