@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.errors import PlanError
+from syncline.methods import METHODS, BatchNorm
 from syncline.sync import make_sync
+from syncline.sync.batch_norm import attach
 from syncline.sync.replicas import Replicas
 
 
@@ -40,6 +42,19 @@ def test_gradients_are_those_of_the_whole_batch(replicas: int, batch: int) -> No
         sync.detach()
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.alone])
+@pytest.mark.parametrize("policy", ["broadcast", "sync"])
+def test_policies_across_ranks_ask_nothing_of_ranks_that_wait(method: str, policy: BatchNorm) -> None:
+    """As in a comparison, where rank 0 takes the whole batch: rank 1 does not come, and nobody may wait for it."""
+    model = net(batch_norm=True)
+    sync = make_sync(method, ThreadCommunicator(ThreadWorld(2, deadline_s=0.5), 0), batch_norm=policy)
+    with one_compute_thread():
+        attach(sync, model, policy)(torch.randn(6, 4, dtype=torch.float64)).sum().backward()
+        sync.finish()
+        sync.detach()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_gradients_accumulate_and_replicas_see_updates() -> None:
