@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Literal
 
 from syncline.errors import CommunicationError, ContractError, RankFailed, SynclineError, UsageError
+from syncline.files import write_atomic
 from syncline.launcher.wire import pack, unpack
 
 State = Literal["running", "finished", "raised", "stopped", "killed"]
@@ -108,10 +109,8 @@ class OutcomeFile:
                 self._write(self._outcome)
 
     def _write(self, outcome: Outcome) -> None:
-        part = self._path.with_suffix(".part")
         with contextlib.suppress(OSError):  # a full disk or a removed folder must not hide the rank's real end
-            part.write_text(json.dumps(asdict(outcome), indent=1))
-            part.replace(self._path)
+            write_atomic(self._path, json.dumps(asdict(outcome), indent=1), durable=False)
 
 
 def output_files(log_dir: Path, rank: int) -> list[Path]:
@@ -135,7 +134,8 @@ def has_finished(log_dir: Path, rank: int) -> bool:
 def forget_outcomes(log_dir: Path, ranks: Iterable[int]) -> None:
     """Remove what these ranks left in the same folder in an earlier run."""
     for rank in ranks:
-        for old in _path(log_dir, rank).parent.glob(f"rank-{rank}.*"):
+        # With a dot: a file that its writer did not live to finish.
+        for old in (*_folder(log_dir).glob(f"rank-{rank}.*"), *_folder(log_dir).glob(f".rank-{rank}.*")):
             old.unlink(missing_ok=True)
 
 
@@ -334,4 +334,8 @@ def _packed(error: BaseException) -> str:
 
 
 def _path(log_dir: Path, rank: int) -> Path:
-    return log_dir / "outcomes" / f"rank-{rank}.json"
+    return _folder(log_dir) / f"rank-{rank}.json"
+
+
+def _folder(log_dir: Path) -> Path:
+    return log_dir / "outcomes"

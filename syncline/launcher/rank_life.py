@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from syncline.errors import UsageError
+from syncline.files import write_atomic
 from syncline.launcher import watch
 from syncline.launcher.adopt import placement_from_environment
 from syncline.launcher.outcome import OutcomeFile, output_files
@@ -108,10 +109,7 @@ def _run(task: Task, rank: int) -> None:
         if leaving.code not in (None, 0):
             raise
     # A file, and not a pipe: a rank that is killed halfway must not leave the launcher waiting for the rest.
-    path = result_path(Path(task.log_dir), rank)
-    part = path.with_suffix(".part")
-    part.write_bytes(pack(result))
-    part.replace(path)
+    write_atomic(result_path(Path(task.log_dir), rank), pack(result), durable=False)
 
 
 def _wind_down() -> None:

@@ -24,6 +24,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from syncline.errors import RankFailed, UsageError
+from syncline.files import write_atomic
 from syncline.launcher import watch
 from syncline.launcher.adopt import LAUNCHER_VARIABLE, placement_from_environment
 from syncline.launcher.outcome import Ending
@@ -155,10 +156,8 @@ def _remove(segments: list[str]) -> None:
 
 def write_json(path: Path, values: object) -> None:
     """Whole or not at all; not at all if the folder is gone, because the launcher is."""
-    part = path.with_suffix(".part")
     with contextlib.suppress(OSError):
-        part.write_text(json.dumps(values))
-        part.replace(path)
+        write_atomic(path, json.dumps(values), durable=False)
 
 
 def fetch_terminal(meeting: Path) -> Terminal:

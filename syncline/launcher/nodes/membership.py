@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.errors import HostError, SynclineError, UsageError
+from syncline.files import write_atomic
 from syncline.launcher.here.host_ranks import Attempt, restart_line
 from syncline.launcher.nodes.coordinator import BEAT_SECONDS, Coordinator, Limits
 from syncline.launcher.nodes.route import Route, connect
@@ -257,8 +258,6 @@ class Membership:
 def _keep(folder: Path, name: str, content: bytes) -> None:
     """The name comes from the network: only an event log's is accepted."""
     if _EVENTS_FILE.fullmatch(name):
-        part = folder / f".{name}.part"
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(content)
-            part.replace(folder / name)
+            write_atomic(folder / name, content, durable=False)
