@@ -32,6 +32,7 @@ from syncline.rank import backend_of
 from syncline.spans import EventLog
 from syncline.store import create_run
 from syncline.sync import make_sync
+from syncline.voice import Voice
 
 pytestmark = pytest.mark.xdist_group("measures")
 
@@ -192,7 +193,7 @@ def test_training_equals_bucketed_and_resumes_bit_for_bit(cli: Cli, tmp_path: Pa
     assert found["weights_sha256"] == digests["mpi"][0]
     plan = plans[0].replace(method="bucketed")
     run = create_run(tmp_path / "runs" / "bucketed", kind="train", plan=plan, label="")
-    control = run_ranks(worker.train, (plan, run, False, True), workers=2, log_dir=None, threads=1)[0]
+    control = run_ranks(worker.train, (plan, run, False, Voice()), workers=2, log_dir=None, threads=1)[0]
     losses = [[line["loss"] for line in summary["losses"]] for summary in (found, control)]
     assert len(losses[0]) == 6
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
