@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Timing:
-    """Step times in seconds. `spread_s` is the distance between the quartiles."""
+    """Step times in seconds. `spread_s` is the interquartile range."""
 
     median_s: float
     mean_s: float
@@ -59,7 +59,7 @@ def speedup(alone: Sequence[float], together: Sequence[float], *, work: float = 
 
 
 def spread(values: Sequence[float]) -> float:
-    """Distance between the quartiles; 0 for fewer than two values."""
+    """The interquartile range; 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")

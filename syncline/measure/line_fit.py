@@ -1,6 +1,6 @@
 """Latency and rate of a link from times by size: t = alpha + beta x bytes, with intervals. Pure.
 
-Errors are taken as relative (a time twice as long is twice as uncertain), so that the smallest messages say what the
+Errors are relative (a time twice as long is twice as uncertain), so that the smallest messages say what the
 latency is and the largest what the rate is. The intervals hold 95 % and come from how well the line fits; they say
 nothing about what the line cannot describe, which is why the largest deviation stands beside them.
 """

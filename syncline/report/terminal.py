@@ -42,7 +42,7 @@ def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, 
     ]
     caption = (
         f"Median of {steps} steps, methods taking turns; {warmup} warm-up steps of each are cut.\n"
-        "Ranks: workers x threads. ±: half the distance between the quartiles. Speed-up:\n"
+        "Ranks: workers x threads. ±: half the interquartile range. Speed-up:\n"
         "against single with one worker's threads. Loss: of the last step, same batches for\n"
         "all. = : no difference, 1 lies inside the spread of the ratio."
     )
@@ -106,7 +106,7 @@ def probe_tables(rows: Sequence[dict[str, Any]], *, workers: int) -> None:
         print_table(columns, cells)
     columns = ["fitted", "latency", "95 %", "rate", "95 %", "worst"]
     caption = (
-        "Median ± half the distance between the quartiles; every result was checked.\n"
+        "Median ± half the interquartile range; every result was checked.\n"
         "Send-receive: one way between the first and the last rank. Fitted: latency +\n"
         "bytes / rate. Worst: how far a median lies from that line."
     )

@@ -15,7 +15,7 @@ from syncline.methods import BASELINE
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number with its spread (distance between the quartiles), where there is one."""
+    """A number with its spread (the interquartile range), where there is one."""
 
     value: float
     spread: float | None = None
