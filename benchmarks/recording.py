@@ -32,10 +32,10 @@ from syncline.spans import EventLog, read_log
 from syncline.sync import make_sync
 from syncline.training.step import Worker, train_step
 from syncline.units import format_seconds
-from syncline.workload.batches import ImageBatches
+from syncline.workload.data.batches import ImageBatches
+from syncline.workload.data.synthetic import synthetic_images
 from syncline.workload.recipes import make_model, make_optimizer
 from syncline.workload.sharding import Sharding
-from syncline.workload.synthetic import synthetic_images
 
 METHODS = ("all-reduce", "ddp", "bucketed", "ring", "shared-memory")
 

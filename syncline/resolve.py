@@ -12,11 +12,11 @@ from syncline.methods import BASELINE, IN_MEMORY, ON_LINKS
 from syncline.plan import Plan, compute_source
 from syncline.units import format_bytes, format_seconds
 from syncline.words import IN_FILES
-from syncline.workload.images import Progress
+from syncline.workload.data.images import Progress
+from syncline.workload.data.sources import check_images, choose_images
+from syncline.workload.data.text import read_text
 from syncline.workload.inputs import check_input, image_size, is_cifar_shaped, sequence_length, usual_input
 from syncline.workload.recorded import load_times
-from syncline.workload.sources import check_images, choose_images
-from syncline.workload.text import read_text
 
 
 def resolve(

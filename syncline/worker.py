@@ -47,18 +47,18 @@ from syncline.training.step import Worker
 from syncline.training.watching import StepWatch, note_memory
 from syncline.voice import Voice
 from syncline.words import IN_FILES
-from syncline.workload.ahead import AheadBatches
-from syncline.workload.batches import Batches, ImageBatches
-from syncline.workload.file_batches import FileBatches, usual_image_size
-from syncline.workload.fit import check_fit
-from syncline.workload.image_index import ImageIndex, digest
+from syncline.workload.data.batches import Batches, ImageBatches
+from syncline.workload.data.file_batches import FileBatches, usual_image_size
+from syncline.workload.data.image_index import ImageIndex, digest
+from syncline.workload.data.loading import AheadBatches
+from syncline.workload.data.made import made_batches, text_batches
+from syncline.workload.data.sources import load_images, load_index
+from syncline.workload.dry_run import check_fit
 from syncline.workload.inputs import is_cifar_shaped, usual_input
 from syncline.workload.recipes import make_model, make_optimizer
 from syncline.workload.recorded import load_times
 from syncline.workload.replay import ReplayedBatches
-from syncline.workload.shapes import made_batches, text_batches
 from syncline.workload.sharding import Sharding
-from syncline.workload.sources import load_images, load_index
 
 
 def train(

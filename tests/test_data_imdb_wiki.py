@@ -13,8 +13,8 @@ from image_folders import COUNTS, NAN, Photo, cell, day_number, imdb_wiki_folder
 from scipy.io import savemat
 
 from syncline.errors import DataError
-from syncline.workload.image_index import update_index
-from syncline.workload.imdb_wiki import (
+from syncline.workload.data.image_index import update_index
+from syncline.workload.data.imdb_wiki import (
     NO_AGE,
     Table,
     ages,

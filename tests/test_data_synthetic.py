@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from syncline.errors import DataError
-from syncline.workload.augment import Augment
-from syncline.workload.sources import choose_images, load_images
-from syncline.workload.synthetic import synthetic_images
+from syncline.workload.data.batches import Augment
+from syncline.workload.data.sources import choose_images, load_images
+from syncline.workload.data.synthetic import synthetic_images
 
 
 def test_shape_and_kind() -> None:

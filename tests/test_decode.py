@@ -9,7 +9,15 @@ import pytest
 from image_folders import cut_short, picture
 from PIL import Image
 
-from syncline.workload.decode import Crops, draw_numbers, measure, middle_box, middle_image, random_box, train_image
+from syncline.workload.data.images import (
+    Crops,
+    draw_numbers,
+    measure,
+    middle_box,
+    middle_image,
+    random_box,
+    train_image,
+)
 
 
 @pytest.mark.parametrize("size", [(1, 2), (2, 1), (5, 300), (300, 5), (333, 217), (500, 500)])

@@ -25,7 +25,7 @@ from syncline.study.estimate import does_not_fit, needed_bytes
 from syncline.study.file import load_study, parse_study
 from syncline.study.lab_code import LABS, load_file
 from syncline.study.rows import Row
-from syncline.workload.synthetic import synthetic_images
+from syncline.workload.data.synthetic import synthetic_images
 
 STUDY = """
 title = "Experiments"

@@ -8,7 +8,7 @@ from torch import nn
 
 from syncline.errors import PlanError
 from syncline.plan import Plan
-from syncline.workload.fit import check_fit, smallest_shard
+from syncline.workload.dry_run import check_fit, smallest_shard
 from syncline.workload.models import build_model, usual_task
 from syncline.workload.sharding import Sharding
 from syncline.workload.tasks import classification

@@ -9,8 +9,8 @@ import pytest
 from image_folders import class_folder, picture
 
 from syncline.errors import DataError
-from syncline.workload import image_index
-from syncline.workload.image_index import digest, read_index, update_index
+from syncline.workload.data import image_index
+from syncline.workload.data.image_index import digest, read_index, update_index
 
 Looked = list[str]
 

@@ -21,10 +21,10 @@ from image_folders import imdb_wiki_folder, odd_photos
 from torch import Tensor
 
 from syncline.errors import DataError
-from syncline.workload.ahead import AheadBatches, LoaderLost, announced
-from syncline.workload.batches import Batches, ImageBatches
-from syncline.workload.file_batches import FileBatches
-from syncline.workload.image_index import update_index
+from syncline.workload.data.batches import Batches, ImageBatches
+from syncline.workload.data.file_batches import FileBatches
+from syncline.workload.data.image_index import update_index
+from syncline.workload.data.loading import AheadBatches, LoaderLost, announced
 from syncline.workload.sharding import Shard, Sharding
 
 
@@ -239,8 +239,8 @@ import sys, time
 sys.path[:0] = {path!r}
 from helpers import images
 import torch
-from syncline.workload.ahead import AheadBatches
-from syncline.workload.batches import ImageBatches
+from syncline.workload.data.loading import AheadBatches
+from syncline.workload.data.batches import ImageBatches
 from syncline.workload.sharding import Sharding
 inner = ImageBatches(images(), seed=3, channels_last=False)
 batches = AheadBatches(inner, num_loaders=2, shard_size=8)

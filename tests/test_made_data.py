@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from syncline.errors import PlanError
 from syncline.plan import Plan
-from syncline.workload.batches import Batches
+from syncline.workload.data.batches import Batches
+from syncline.workload.data.made import made_batches, synthetic_task
 from syncline.workload.inputs import USUAL, check_input, is_cifar_shaped
-from syncline.workload.shapes import made_batches, synthetic_task
 from syncline.workload.sharding import Sharding
 from syncline.workload.tasks import NO_ANSWER
 

@@ -12,8 +12,8 @@ from torch import nn
 from syncline.errors import PlanError
 from syncline.plan import Plan
 from syncline.words import MODELS
+from syncline.workload.dry_run import profile
 from syncline.workload.models import BUILDERS, build_model, usual_task
-from syncline.workload.profile import profile
 from syncline.workload.recipes import make_model, make_optimizer
 from syncline.workload.tasks import classification, masked_language
 

@@ -15,9 +15,9 @@ from syncline.errors import PlanError
 from syncline.methods import METHODS
 from syncline.plan import Plan, load_plan, parse_plan
 from syncline.words import DATA, MODELS
+from syncline.workload.data.made import SHAPES
+from syncline.workload.data.sources import DATA_NAMES
 from syncline.workload.models import BUILDERS
-from syncline.workload.shapes import SHAPES
-from syncline.workload.sources import DATA_NAMES
 
 
 @pytest.mark.parametrize(

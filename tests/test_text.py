@@ -12,10 +12,10 @@ from conftest import Cli
 
 from syncline.errors import DataError
 from syncline.plan import Plan
-from syncline.workload.shapes import text_batches
+from syncline.workload.data.made import text_batches
+from syncline.workload.data.text import BYTES, FIRST, PIECE, decode, encode, learn_vocabulary, read_text
 from syncline.workload.sharding import Sharding
 from syncline.workload.tasks import NO_ANSWER
-from syncline.workload.text import BYTES, FIRST, PIECE, decode, encode, learn_vocabulary, read_text
 
 LINE = "The sea, the sea! It is 3 miles wide;\n\n  and grün is its colour\tto-day. Ωμέγα \x00\r\n".encode()
 WORDS = b"one two three four five six seven eight nine ten "

@@ -38,7 +38,7 @@ def _describe_files(plan: Plan) -> None:
     """The classes, and how fast the files can be decoded here."""
     import numpy as np
 
-    from syncline.workload.sources import load_index
+    from syncline.workload.data.sources import load_index
 
     index = load_index(plan.data, Path(plan.data_dir or ""))
     labels = np.concatenate([index.train.labels, index.test.labels])
@@ -56,10 +56,10 @@ def _describe_files(plan: Plan) -> None:
 
 def _decoding_speed(plan: Plan) -> str:
 
-    from syncline.workload.ahead import AheadBatches, announced
-    from syncline.workload.file_batches import USUAL_SIZE, FileBatches
+    from syncline.workload.data.file_batches import USUAL_SIZE, FileBatches
+    from syncline.workload.data.loading import AheadBatches, announced
+    from syncline.workload.data.sources import load_index
     from syncline.workload.sharding import Sharding
-    from syncline.workload.sources import load_index
 
     num_loaders = plan.loaders or 1
     index = load_index(plan.data, Path(plan.data_dir or ""))

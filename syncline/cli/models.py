@@ -22,7 +22,7 @@ def models(
     At each model's usual input and number of classes; with other data they are the data's.
     """
     from syncline.plan import load_plan
-    from syncline.workload.profile import profile
+    from syncline.workload.dry_run import profile
 
     for name in names or ():
         load_plan(None, {"model": name})

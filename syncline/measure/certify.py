@@ -35,7 +35,7 @@ from syncline.sync.after_backward import mean_in_rank_order
 from syncline.sync.base import GradientSync, broadcast_state
 from syncline.sync.batch_norm import Statistics, attach, synchronise_batch_norm
 from syncline.training.step import Worker, gradient_step
-from syncline.workload.batches import Batches, device_of, on_device
+from syncline.workload.data.batches import Batches, device_of, on_device
 from syncline.workload.sharding import Shard, Sharding
 
 CLOSE = 1e-10

@@ -22,8 +22,8 @@ from syncline.training.delays import delays_of
 from syncline.training.loop import Observer
 from syncline.training.step import Worker, seed_forward, train_step
 from syncline.training.watching import note_memory
-from syncline.workload.batches import Batches
-from syncline.workload.fit import check_fit
+from syncline.workload.data.batches import Batches
+from syncline.workload.dry_run import check_fit
 from syncline.workload.recipes import learning_rate, make_model, make_optimizer, set_learning_rate
 from syncline.workload.sharding import Shard, Sharding
 from syncline.workload.tasks import Task

@@ -132,8 +132,8 @@ def cost_of(plan: Plan) -> Cost:
 def _cost(
     model: str, ages: bool, image_size: int | None, num_classes: int | None, sequence_length: int | None
 ) -> Cost:
-    from syncline.workload.profile import profile
-    from syncline.workload.shapes import synthetic_task
+    from syncline.workload.data.made import synthetic_task
+    from syncline.workload.dry_run import profile
 
     shape = {"image_size": image_size, "num_classes": num_classes, "sequence_length": sequence_length}
     plan = Plan.model_validate({"model": model, "data": "synthetic-ages" if ages else "synthetic", **shape})

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from syncline.comm.communicator import Communicator
 from syncline.spans import EventLog, Record
 from syncline.training.step import Worker, train_step
-from syncline.workload.ahead import announced
+from syncline.workload.data.loading import announced
 from syncline.workload.recorded import ComputeTimes
 from syncline.workload.sharding import Shard, Sharding
 

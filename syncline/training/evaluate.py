@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from syncline.comm.communicator import Communicator
 from syncline.training.step import buffers_kept
-from syncline.workload.ahead import announced
-from syncline.workload.batches import Batches, device_of, on_device
+from syncline.workload.data.batches import Batches, device_of, on_device
+from syncline.workload.data.loading import announced
 from syncline.workload.tasks import Task
 
 BATCH, LARGE_BATCH = 250, 10

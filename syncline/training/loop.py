@@ -17,7 +17,7 @@ from syncline.training.checkpoint import Progress
 from syncline.training.evaluate import Evaluation, evaluate, evaluate_per_rank
 from syncline.training.step import StepResult, Worker, discarded_backward, seed_forward, train_step
 from syncline.training.watching import StepWatch
-from syncline.workload.ahead import announced
+from syncline.workload.data.loading import announced
 from syncline.workload.recipes import learning_rate, set_learning_rate
 from syncline.workload.sharding import Sharding
 from syncline.workload.tasks import Task

@@ -21,7 +21,7 @@ from syncline.spans import EventLog
 from syncline.sync import GradientSync
 from syncline.sync.batch_norm import SyncBatchNorm, samples_not_counted
 from syncline.training.delays import NO_DELAYS, Delayed, Delays
-from syncline.workload.batches import Batches, device_of, on_device
+from syncline.workload.data.batches import Batches, device_of, on_device
 from syncline.workload.sharding import Shard
 
 Part = tuple[Tensor, Any, Tensor]

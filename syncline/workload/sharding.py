@@ -139,3 +139,18 @@ class ShardedBatchSampler:
         # Not a generator function: the epoch must advance when the pass starts, not at its first batch.
         epoch, self.epoch = self.epoch, self.epoch + 1
         return (self.sharding.shard(epoch, step).tolist() for step in range(self.num_steps))
+
+
+Words = npt.NDArray[np.uint64]
+
+
+def word(value: int) -> Words:
+    return np.array([value % 2**64], dtype=np.uint64)
+
+
+def mix(words: Words) -> Words:
+    """The splitmix64 hash: neighbouring inputs give unrelated outputs. Arithmetic is modulo 2^64."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

@@ -30,11 +30,11 @@ from syncline.sync import make_sync
 from syncline.sync.batch_norm import attach
 from syncline.training.evaluate import evaluate_per_rank
 from syncline.training.step import Worker, train_step
-from syncline.workload.batches import ImageBatches
-from syncline.workload.images import ImageSet
+from syncline.workload.data.batches import ImageBatches
+from syncline.workload.data.images import ImageSet
+from syncline.workload.data.synthetic import synthetic_images
 from syncline.workload.models import build_model
 from syncline.workload.sharding import Shard, Sharding
-from syncline.workload.synthetic import synthetic_images
 
 RANKS = 2
 MODEL = "vgg11-quarter"

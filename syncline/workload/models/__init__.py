@@ -14,10 +14,10 @@ from torch import nn
 
 from syncline.errors import PlanError
 from syncline.workload.inputs import usual_input
+from syncline.workload.models.basics import cnn, mlp
 from syncline.workload.models.bert import bert_base, bert_small
 from syncline.workload.models.inception import InceptionV3
 from syncline.workload.models.resnet import resnet18, resnet18_imagenet, resnet50
-from syncline.workload.models.small import cnn, mlp
 from syncline.workload.models.vgg import VGG11, VGG16, vgg11_quarter
 from syncline.workload.tasks import Task, classification, masked_language
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, max_pool2d
 
-from syncline.workload.models.start import start_weights
+from syncline.workload.models.basics import start_weights
 
 Size = int | tuple[int, int]
 

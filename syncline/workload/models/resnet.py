@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from syncline.workload.models.start import start_weights
+from syncline.workload.models.basics import start_weights
 
 Block = Callable[[int, int, int], list[nn.Module]]
 """block(channels, width, stride): the layers of a residual branch."""

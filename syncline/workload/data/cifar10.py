@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from syncline.errors import DataError
-from syncline.workload.images import CIFAR10_DEVIATION, CIFAR10_MEAN, ImageSet, Pixels
+from syncline.workload.data.images import CIFAR10_DEVIATION, CIFAR10_MEAN, ImageSet, Pixels
 
 BATCHES_FOLDER = "cifar-10-batches-py"
 TRAIN_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))

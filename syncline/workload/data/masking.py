@@ -15,11 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from syncline.workload.batches import sample_numbers
-from syncline.workload.hashing import mix, word
-from syncline.workload.sharding import Indices, Shard
+from syncline.workload.data.batches import sample_numbers
+from syncline.workload.data.text import FIRST, MASK
+from syncline.workload.sharding import Indices, Shard, mix, word
 from syncline.workload.tasks import NO_ANSWER, Task
-from syncline.workload.text import FIRST, MASK
 
 Tokens = npt.NDArray[np.int64]
 """[texts, places]"""

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from syncline.errors import DataError
-from syncline.workload.listing import TEST_SHARE, Listing
+from syncline.workload.data.listing import TEST_SHARE, Listing
 
 TABLES = {"wiki.mat": "wiki", "imdb.mat": "imdb"}
 SUBFOLDERS = ("", "wiki_crop", "imdb_crop", "wiki", "imdb")

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from syncline.errors import SynclineError
-from syncline.workload.batches import Batches, sample_numbers
+from syncline.workload.data.batches import Batches, sample_numbers
 from syncline.workload.sharding import Shard
 
 BATCHES_AHEAD = 2

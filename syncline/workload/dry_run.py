@@ -1,21 +1,22 @@
-"""Does a model take what a run will give it? Asked before training, on shapes alone: nothing is computed.
+"""What a model takes and what it costs, from shapes alone: nothing is computed.
 
 Batch norm needs more than one value per channel, which a layer without rows and columns only has with two samples.
 The shards of a batch may differ by one sample and the last batch of an epoch is smaller, so a run could fail hours
-after its start.
+after its start; `check_fit` refuses it before training. `profile` counts parameters, gradients and operations.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 from syncline.errors import PlanError
 from syncline.plan import Plan
-from syncline.workload.models import BUILDERS
+from syncline.workload.models import BUILDERS, build_model, usual_task
 from syncline.workload.sharding import Sharding
 from syncline.workload.tasks import Task
 
@@ -84,3 +85,68 @@ def _larger(task: Task) -> str:
     return (
         "Set a larger image_size, or take data of larger images." if task.unit == "images" else "Take shorter texts."
     )
+
+
+SAMPLES = 2
+"""Batch norm takes no fewer."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    name: str
+    parameters: int
+    gradient_bytes: int
+    """What one worker has to send or share in each step, before any compression."""
+    forward_flops: int
+    """Per sample; a multiplication and an addition count as two. Convolutions and matrix products only."""
+    training_flops: int
+    """Per sample, forward and backward."""
+    activation_bytes: int
+    """Per sample: what forward keeps for backward."""
+    unit: str
+    input_shape: tuple[int, ...]
+    num_classes: int
+
+
+def profile(name: str, task: Task | None = None) -> Profile:
+    """Of a built-in model, by name."""
+    task = task or usual_task(name)
+    with torch.device("meta"):
+        model = build_model(name, seed=0, task=task).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    forward, training, kept = _run(model, task)
+    return Profile(
+        name=name,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
+        forward_flops=forward // SAMPLES,
+        training_flops=training // SAMPLES,
+        activation_bytes=kept // SAMPLES,
+        unit=task.unit,
+        input_shape=task.input_shape,
+        num_classes=task.num_classes,
+    )
+
+
+def _run(model: nn.Module, task: Task) -> tuple[int, int, int]:
+    """Operations of forward and of both ways, and the bytes that wait for backward."""
+    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage  # several layers may keep the same memory
+        return tensor
+
+    with (
+        torch.device("meta"),
+        FlopCounterMode(display=False) as counter,
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+    ):
+        places = (SAMPLES,) if task.unit == "images" else (SAMPLES, *task.input_shape)
+        loss = task.loss(model(task.example(SAMPLES)), torch.zeros(places, dtype=torch.int64))
+        forward = counter.get_total_flops()
+        loss.backward()
+        total = counter.get_total_flops()
+    return int(forward), int(total), sum(storage.nbytes() for storage in kept.values())

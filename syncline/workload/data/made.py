@@ -1,13 +1,15 @@
-"""Made images of any size and number of classes, one at a time: nothing is kept but a few numbers per class.
+"""Data made up for a model, one sample at a time: images of any size and number of classes, ages, and texts.
 
-As in synthetic.py, a class is a smooth coloured pattern, and an image shows it shifted, mixed with another class's
-and covered with noise. An age is a point on the way from one pattern to another. A sample follows from its number;
-its shift, mixture and noise also from the seed and the epoch, which stands for augmentation.
+Nothing is kept but a few numbers per class. As in synthetic.py, a class is a smooth coloured pattern, and an image
+shows it shifted, mixed with another class's and covered with noise. An age is a point on the way from one pattern to
+another. A sample follows from its number; its shift, mixture and noise also from the seed and the epoch, which stands
+for augmentation. A text counts up with a stride of its own, so that its neighbours tell a masked token.
 """
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -15,10 +17,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from syncline.workload.batches import sample_numbers
-from syncline.workload.hashing import Words, mix, word
-from syncline.workload.sharding import Indices, Shard
-from syncline.workload.tasks import Task
+from syncline.plan import Plan
+from syncline.workload.data.batches import Batches, sample_numbers
+from syncline.workload.data.masking import MaskedTexts, Tokens
+from syncline.workload.data.text import FIRST, read_text
+from syncline.workload.inputs import image_size, sequence_length, usual_input
+from syncline.workload.models import num_masked
+from syncline.workload.sharding import Indices, Shard, Words, mix, word
+from syncline.workload.tasks import Task, age_estimation, classification, masked_language
 
 Values = npt.NDArray[np.float32]
 
@@ -29,6 +35,9 @@ SHIFT = 0.25
 NOISE_MARGIN = 64
 NOISE = 0.5
 TRAIN, TEST = 1, 2
+PERIOD = 61
+"""So many tokens occur, however large the vocabulary: others would hardly ever be seen."""
+STRIDES = 8
 
 
 class MadeImages:
@@ -131,3 +140,61 @@ def _weights(side: int, start: Values) -> Values:
     apart = np.abs(place[:, None] - np.arange(KNOTS, dtype=np.float32)[:, None])
     weights: Values = np.maximum(np.float32(0), np.float32(1) - apart)
     return weights
+
+
+def made_texts(task: Task, *, seed: int) -> MaskedTexts:
+    length, vocabulary = task.input_shape[0], task.num_classes
+
+    def texts(numbers: Indices, part: int) -> Tokens:
+        bits = mix(mix(word(part)) + numbers.astype(np.uint64))
+        start, stride = bits % np.uint64(PERIOD), 1 + bits // np.uint64(PERIOD) % np.uint64(STRIDES)
+        counted = start[:, None] + stride[:, None] * np.arange(length, dtype=np.uint64)
+        return FIRST + (counted % np.uint64(min(PERIOD, vocabulary - FIRST))).astype(np.int64)
+
+    return MaskedTexts(
+        task,
+        train=lambda numbers: texts(numbers, TRAIN),
+        test=lambda numbers: texts(numbers, TEST),
+        num_train=NUM_TRAIN,
+        num_test=NUM_TEST,
+        source=f"Synthetic texts of {length} tokens: {NUM_TRAIN:,} to train and {NUM_TEST:,} to test on.",
+        seed=seed,
+    )
+
+
+SHAPES = ("synthetic", "synthetic-ages", "text")
+
+
+def synthetic_task(plan: Plan) -> Task:
+    """The model's usual one, changed as the plan says."""
+    usual = usual_input(plan.model)
+    classes = plan.num_classes or usual.num_classes
+    if usual.unit == "tokens":
+        length = sequence_length(plan)
+        return masked_language(classes, length, num_masked(length))
+    shape = (3, image_size(plan), image_size(plan))
+    return age_estimation(shape) if plan.data == "synthetic-ages" else classification(classes, shape)
+
+
+def made_batches(plan: Plan) -> Batches:
+    """Data made up for the model: images, ages or texts."""
+    task = synthetic_task(plan)
+    if task.unit == "tokens":
+        return made_texts(task, seed=plan.seed)
+    return MadeImages(task, seed=plan.seed, channels_last=plan.channels_last)
+
+
+def text_batches(plan: Plan) -> Batches:
+    """The plan's text file, in texts of its sequence length."""
+    length = sequence_length(plan)
+    text = read_text(Path(plan.data_dir or ""), length)
+    train, test = text.windows(length)
+    return MaskedTexts(
+        masked_language(text.vocabulary, length, num_masked(length)),
+        train=lambda numbers: train[numbers].astype("int64"),
+        test=lambda numbers: test[numbers].astype("int64"),
+        num_train=len(train),
+        num_test=len(test),
+        source=f"{text.source}; {len(train):,} texts of {length} tokens to train and {len(test):,} to test on.",
+        seed=plan.seed,
+    )

@@ -23,12 +23,10 @@ import numpy.typing as npt
 
 from syncline.errors import DataError
 from syncline.machine import cores
-from syncline.workload.class_folders import list_class_folders
-from syncline.workload.decode import measure
-from syncline.workload.images import Progress
-from syncline.workload.imdb_wiki import list_imdb_wiki
-from syncline.workload.index_file import Checked, Files, chosen_files, index_place, load, save
-from syncline.workload.listing import Listing
+from syncline.workload.data.class_folders import list_class_folders
+from syncline.workload.data.images import Progress, measure
+from syncline.workload.data.imdb_wiki import list_imdb_wiki
+from syncline.workload.data.listing import Checked, Files, Listing, chosen_files, index_place, load, save
 
 KINDS: dict[str, Callable[[Path], Listing]] = {"imdb-wiki": list_imdb_wiki, "folder": list_class_folders}
 GOOD, MISSING, UNREADABLE, PLACEHOLDER = range(4)

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from syncline.errors import DataError
-from syncline.workload.augment import Augment
-from syncline.workload.batches import sample_numbers
-from syncline.workload.decode import Bytes, Crops, middle_image, train_image
-from syncline.workload.image_index import ImageIndex
-from syncline.workload.index_file import Files
+from syncline.workload.data.batches import Augment, sample_numbers
+from syncline.workload.data.image_index import ImageIndex
+from syncline.workload.data.images import Bytes, Crops, middle_image, train_image
+from syncline.workload.data.listing import Files
 from syncline.workload.models import BUILDERS, usual_task
 from syncline.workload.sharding import Shard
 from syncline.workload.tasks import age_estimation, classification

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from syncline.errors import DataError
-from syncline.workload.listing import Listing, files_for_test
+from syncline.workload.data.listing import Listing, files_for_test
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 TEST_FOLDERS = ("val", "validation", "test")

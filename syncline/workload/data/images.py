@@ -1,8 +1,11 @@
-"""From an image file to pixels of one size: decode with Pillow, cut, resize. Loads no torch.
+"""Images: labelled ones in memory, and from an image file to pixels of one size. Loads no torch.
 
-A training image is a random part of the picture, flipped or not, scaled to the size asked for; which part follows
-from (seed, epoch, sample) through a hash, as in augment.py. A test image is the middle of the picture. Greyscale,
-palette and other pictures become RGB.
+Pixels in memory stay uint8 and channel-first until a batch is augmented: a quarter of the memory of float32, and the
+bytes can be compared with the published ones.
+
+A file is decoded with Pillow, cut and resized. A training image is a random part of the picture, flipped or not,
+scaled to the size asked for; which part follows from (seed, epoch, sample) through a hash, as in batches.py. A test
+image is the middle of the picture. Greyscale, palette and other pictures become RGB.
 """
 
 from __future__ import annotations
@@ -11,12 +14,53 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from syncline.workload.hashing import mix, word
+from syncline.workload.sharding import mix, word
+
+Pixels = npt.NDArray[np.uint8]
+"""Images as [count, channel, row, column]."""
+
+Labels = npt.NDArray[np.int64]
+
+
+class Progress(Protocol):
+    """Called with what is being done, how much of it so far and in total (None: unknown), and what is counted."""
+
+    def __call__(self, what: str, done: int, total: int | None, unit: str = "bytes", /) -> None: ...
+
+
+CIFAR10_MEAN = (125.3 / 255, 123.0 / 255, 113.9 / 255)
+CIFAR10_DEVIATION = (63.0 / 255, 62.1 / 255, 66.7 / 255)
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """A training and a test part. `mean` and `deviation` are per channel, for pixels scaled to 0..1."""
+
+    name: str
+    source: str
+    """One sentence for people: where the images come from and how many there are."""
+    train_images: Pixels
+    train_labels: Labels
+    test_images: Pixels
+    test_labels: Labels
+    num_classes: int
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for part, images, labels in (
+            ("training", self.train_images, self.train_labels),
+            ("test", self.test_images, self.test_labels),
+        ):
+            if len(images) != len(labels):
+                raise ValueError(f"{self.name}: {len(images)} {part} images but {len(labels)} labels")
+
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom edge in pixels."""

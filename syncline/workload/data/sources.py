@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from syncline.errors import DataError
-from syncline.workload.cifar10 import find_folder, read_cifar10
-from syncline.workload.fetch import fetch_cifar10, user_cache
-from syncline.workload.image_index import KINDS, ImageIndex, read_index, update_index
-from syncline.workload.images import ImageSet, Progress
-from syncline.workload.synthetic import synthetic_images
+from syncline.workload.data.cifar10 import find_folder, read_cifar10
+from syncline.workload.data.fetch import fetch_cifar10, user_cache
+from syncline.workload.data.image_index import KINDS, ImageIndex, read_index, update_index
+from syncline.workload.data.images import ImageSet, Progress
+from syncline.workload.data.synthetic import synthetic_images
 
 DATA_NAMES = ("cifar10", "synthetic", "auto", *KINDS)
 DATA_VARIABLE = "SYNCLINE_DATA"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from syncline.workload.images import ImageSet, Labels, Pixels
+from syncline.workload.data.images import ImageSet, Labels, Pixels
 
 NUM_CLASSES = 10
 SIZE = 32

@@ -1,0 +1,1 @@
+"""What is trained on: where data comes from, and how it becomes batches."""
