@@ -24,7 +24,7 @@ EXPERIMENT_S = 12.0
 EPOCH_SAMPLES, MADE_SAMPLES = 50_000, 10_000
 """Of an epoch: CIFAR-10's, and those of made-up images."""
 START_HOSTS_S = 12.0
-"""Starting emulated hosts, which load torch for themselves, and checking their links."""
+"""Loading torch once for all emulated hosts, starting them and their ranks, and checking their links."""
 SHARE_OF_PEAK = 0.4
 """Of the speed of a matrix product that a training step reaches on a CPU."""
 LOOPBACK_BYTES_PER_S = 1.5e9

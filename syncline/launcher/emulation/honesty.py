@@ -19,8 +19,6 @@ from syncline.units import format_bit_rate, format_bytes
 
 REACHED = 0.9
 """The share of its rate that a link must carry; frames and headers alone take 5 % of it."""
-LINK_VARIABLE = "SYNCLINE_LINK_CHECK"
-"""How the check's result reaches the ranks, as JSON."""
 _CHECK_SECONDS = 1.0
 _PATIENCE_SECONDS = 20.0
 _PORT = 29499
@@ -150,7 +148,7 @@ def check_memory(*, hosts: int, ranks: int, weights_bytes: float, replayed: bool
         raise UsageError(
             f"{hosts} hosts with {ranks} ranks need about {format_bytes(needed)} of memory; "
             f"{format_bytes(there)} are available.",
-            action="Take fewer hosts or workers.",
+            action="Use fewer hosts or workers.",
         )
     return (
         f"{hosts} emulated hosts, {ranks} ranks: about {format_bytes(needed)} of {format_bytes(there)} memory, "

@@ -126,42 +126,28 @@ class Streams:
     def __init__(self, stdin: Any, stdout: Any, stderr: Any) -> None:
         self._to_close: list[int] = []
         self.ours: dict[str, IO[bytes]] = {}
-        self.stdin = self._input(stdin)
-        self.stdout = self._output("stdout", stdout, 1)
-        self.stderr = self.stdout if stderr == subprocess.STDOUT else self._output("stderr", stderr, 2)
+        self.stdin = self._file("stdin", stdin)
+        self.stdout = self._file("stdout", stdout, 1)
+        self.stderr = self.stdout if stderr == subprocess.STDOUT else self._file("stderr", stderr, 2)
 
     def close_theirs(self) -> None:
         for descriptor in self._to_close:
             os.close(descriptor)
 
-    def _input(self, given: Any) -> int:
+    def _file(self, name: str, given: Any, inherited: int | None = None) -> int:
+        """A descriptor for the program: what was given, else our own (`inherited`), else nothing."""
         if given == subprocess.PIPE:
             reading, writing = os.pipe()
-            self._to_close.append(reading)
-            self.ours["stdin"] = os.fdopen(writing, "wb")
-            return reading
-        if given is None or given == subprocess.DEVNULL:
-            return self._null()
-        return _descriptor(given)
-
-    def _output(self, name: str, given: Any, inherited: int) -> int:
-        if given == subprocess.PIPE:
-            reading, writing = os.pipe()
-            self._to_close.append(writing)
-            self.ours[name] = os.fdopen(reading, "rb")
-            return writing
-        if given == subprocess.DEVNULL:
-            return self._null()
-        return inherited if given is None else _descriptor(given)
-
-    def _null(self) -> int:
-        descriptor = os.open(os.devnull, os.O_RDWR)
-        self._to_close.append(descriptor)
-        return descriptor
-
-
-def _descriptor(given: Any) -> int:
-    return given if isinstance(given, int) else int(given.fileno())
+            theirs, ours, mode = (reading, writing, "wb") if name == "stdin" else (writing, reading, "rb")
+            self.ours[name] = os.fdopen(ours, mode)
+        elif given is None and inherited is not None:
+            return inherited
+        elif given is None or given == subprocess.DEVNULL:
+            theirs = os.open(os.devnull, os.O_RDWR)
+        else:
+            return given if isinstance(given, int) else int(given.fileno())
+        self._to_close.append(theirs)
+        return theirs
 
 
 def _readable(connection: socket.socket, seconds: float | None) -> bool:
