@@ -111,7 +111,7 @@ def certify(plan: Plan, methods: Sequence[str], models: Sequence[str], voice: Vo
 def call(plan: Plan, name: str) -> list[dict[str, Any]]:
     """A rank's part in a study's experiment: FILE.py:function or module:function, called with the joined rank; rows
     from rank 0."""
-    from syncline.study.lab_code import run_call  # with all that tables need: only where it is called
+    from syncline.study.lab_code import run_call
 
     with joined(plan, None) as rank:
         return run_call(name, rank)

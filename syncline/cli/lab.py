@@ -22,16 +22,15 @@ def lab(
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget the cells of an earlier call.")] = False,
     settings: options.Settings = None,
 ) -> None:
-    """Run a study and write its report.
+    """Run a lab and write its report.
 
-    Finished cells are kept: started again after a Ctrl-C, it goes on where it was.
+    Finished cells are kept: if you stop it with Ctrl-C, rerunning it resumes where it left off.
     """
-    from syncline.study.file import load_study
-    from syncline.study.lab_code import built_in_labs
-
     if study == "list":
-        for name in built_in_labs():
-            print(f"{name:<20} {load_study(name)[1].title}")
+        from syncline.study.lab_code import lab_titles
+
+        for name, title in lab_titles().items():
+            print(f"{name:<20} {title}")
         return
     from syncline.studies import run_lab
 

@@ -12,15 +12,18 @@ import inspect
 import json
 import os
 import sys
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncline.errors import PlanError, SynclineError
-from syncline.study.answering import ANSWERS, Answer, Rows
+
+if TYPE_CHECKING:
+    from syncline.study.answering import Answer, Rows
 
 LABS = Path(str(resources.files("syncline"))) / "labs"
 MOVED = {
@@ -32,6 +35,11 @@ MOVED = {
 
 def built_in_labs() -> list[str]:
     return sorted(path.parent.name for path in LABS.glob("*/lab.toml"))
+
+
+def lab_titles() -> dict[str, str]:
+    """Of the labs that come with Syncline, by name, without loading their code."""
+    return {name: tomllib.loads((LABS / name / "lab.toml").read_text())["title"] for name in built_in_labs()}
 
 
 def load_file(path: Path) -> ModuleType:
@@ -61,8 +69,12 @@ def blame(error: BaseException, path: Path) -> str:
 
 def _functions(module: ModuleType) -> dict[str, Any]:
     """The public functions that a file defines itself."""
-    found = inspect.getmembers(module, inspect.isfunction)
-    return {name: one for name, one in found if one.__module__ == module.__name__ and not name.startswith("_")}
+    functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    return {
+        name: function
+        for name, function in functions.items()
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    }
 
 
 def load_answers(folder: Path) -> Mapping[str, Answer]:
@@ -94,6 +106,8 @@ def _guarded(function: Answer, name: str, path: Path) -> Answer:
 
 def find_answers(wanted: set[str], own: Mapping[str, Answer]) -> dict[str, Answer]:
     """By name: a lab's own answers first, then the general ones, then those of the labs that come with Syncline."""
+    from syncline.study.answering import ANSWERS  # ranks that call an experiment need none
+
     found = {name: answer for name, answer in {**ANSWERS, **own}.items() if name in wanted}
     known = [*own, *ANSWERS]
     for answers in _built_in_answers() if wanted - found.keys() else ():
