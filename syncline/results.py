@@ -51,6 +51,16 @@ class Comparison(Tabular):
 class Probe(Comparison):
     """What the way between ranks can do: one row for each backend and operation, with points and a fitted line."""
 
+    def table(self) -> polars.DataFrame:
+        """One row for each backend, operation and message size."""
+        import polars
+
+        points = [
+            {"backend": row["backend"], "operation": row["operation"], **point}
+            for row in self.rows for point in row["points"]
+        ]  # fmt: skip
+        return polars.DataFrame(points, infer_schema_length=None)
+
 
 @dataclass(frozen=True, repr=False)
 class Certificates(Tabular):
