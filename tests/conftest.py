@@ -7,6 +7,7 @@ side in several worker processes (pytest-xdist); each is a session of its own, a
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import Finalize
@@ -81,16 +82,53 @@ def cli_environment(**extra: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Cli:
+def cli(tmp_path: Path, cli_server: CliServer) -> Cli:
     """Run `syncline …` in an empty folder, to its end."""
     folder = tmp_path / "work"
     folder.mkdir()
 
     def run(*arguments: object, cwd: Path = folder, **extra: str) -> subprocess.CompletedProcess[str]:
-        command = [str(SYNCLINE), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=cli_environment(**extra))
+        return cli_server.run(arguments, cwd, cli_environment(**extra))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def cli_server(_nothing_is_left_behind: None) -> Iterator[CliServer]:
+    """A process that has torch loaded and forks for every command."""
+    server = CliServer()
+    yield server
+    server.close()
+
+
+class CliServer:
+    """See cli_server.py. It starts with the first command."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(
+        self, arguments: Iterable[object], folder: Path, environment: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        command = [str(SYNCLINE), *map(str, arguments)]
+        with tempfile.TemporaryDirectory() as scratch:
+            out, err = Path(scratch, "out"), Path(scratch, "err")
+            places = {"folder": str(folder), "out": str(out), "err": str(err)}
+            code = self._ask({"arguments": command, "environment": dict(environment), **places})
+            return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
+
+    def _ask(self, command: dict[str, object]) -> int:
+        if self._process is None:
+            server = [sys.executable, str(Path(__file__).with_name("cli_server.py"))]
+            self._process = subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(command), file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.communicate()
 
 
 @pytest.fixture
