@@ -23,10 +23,9 @@ start_fresh = multiprocessing.util.spawnv_passfds
 
 
 def load() -> None:
-    import torch._dynamo  # the first optimiser that torch makes needs it
-
     import syncline.cli
 
+    importlib.import_module("torch._dynamo")  # the first optimiser that torch makes needs it
     for module in pkgutil.iter_modules(syncline.cli.__path__, "syncline.cli."):
         importlib.import_module(module.name)
 
@@ -82,7 +81,8 @@ def main() -> None:
             become(json.loads(line))
             from syncline.cli import main as run_verb
 
-            return run_verb()
+            run_verb()
+            break
         _, status = os.waitpid(pid, 0)
         os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 

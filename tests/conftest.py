@@ -7,6 +7,8 @@ side in several worker processes (pytest-xdist); each is a session of its own, a
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import multiprocessing
 import os
@@ -23,6 +25,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import pytest
 
@@ -151,16 +154,52 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a fixture of their module run in one worker, so that it is made once."""
+    """Tests that share a fixture of their module run in one worker, so that it is made once.
+
+    And those that start processes are marked: what is left (`-m "not processes"`) takes little time.
+    """
     for item in items:
-        if shares_a_fixture(item) and item.get_closest_marker("xdist_group") is None:
+        assert isinstance(item, pytest.Function)
+        fixtures = [definitions[-1] for definitions in item._fixtureinfo.name2fixturedefs.values()]
+        if any(fixture.scope == "module" for fixture in fixtures) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        own = [fixture.func for fixture in fixtures if fixture.argname != _nothing_is_left_behind.__name__]
+        if any(starts_processes(function) for function in (item.function, *own)):
+            item.add_marker(pytest.mark.processes)
 
 
-def shares_a_fixture(item: pytest.Item) -> bool:
-    known = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
-    return any(definitions[-1].scope == "module" for definitions in known.values())
+STARTERS = {"subprocess", "multiprocessing", "launch", "run_ranks", "run_ranks_mpi", "EmulatedCluster"}
+
+
+def starts_processes(function: Callable[..., object]) -> bool:
+    """Whether a test's code names what starts processes, itself or through the functions of tests that it names."""
+    seen, ahead = set(), {function}
+    while ahead:
+        seen |= ahead
+        if any(names_in(one.__code__) & STARTERS for one in ahead):
+            return True
+        ahead = set().union(*map(named_functions, ahead)) - seen
+    return False
+
+
+@functools.cache
+def named_functions(function: FunctionType) -> set[FunctionType]:
+    """Functions and methods of classes, all in the folder of tests, that a function names."""
+    things = [function.__globals__.get(name) for name in names_in(function.__code__)]
+    methods = [method for thing in things if isinstance(thing, type) for method in vars(thing).values()]
+    functions = (inspect.unwrap(thing) for thing in (*things, *methods) if isinstance(thing, FunctionType))
+    return {thing for thing in functions if is_of_tests(thing)}
+
+
+@functools.cache
+def names_in(code: CodeType) -> set[str]:
+    return set(code.co_names).union(*(names_in(part) for part in code.co_consts if isinstance(part, CodeType)))
+
+
+def is_of_tests(function: FunctionType) -> bool:
+    return Path(function.__code__.co_filename).parent == Path(__file__).parent
 
 
 @pytest.fixture(scope="session", autouse=True)
