@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 from pathlib import Path
 
 _M_TRIM_THRESHOLD = -1  # as in malloc.h
@@ -32,6 +33,19 @@ def available_bytes(table: Path = Path("/proc/meminfo"), group: Path = Path("/sy
     if limit.exists() and (text := limit.read_text().strip()) != "max":
         available = min(available, max(0.0, float(text) - float((group / "memory.current").read_text())))
     return available
+
+
+def installed_bytes() -> int:
+    """Memory of the machine, whoever uses it."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def boot_id() -> str:

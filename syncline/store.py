@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import shutil
 import tempfile
@@ -35,9 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.errors import RunFolderError
 from syncline.events import NO_EVENTS, Events, read_events
-from syncline.files import locked
-from syncline.files import write_atomic as write_atomic
-from syncline.machine import cores
+from syncline.files import locked, write_atomic
+from syncline.machine import cores, installed_bytes, processor
 from syncline.marks import Mark, marks_of
 from syncline.plan import Plan, stored_plan
 
@@ -310,22 +308,14 @@ def list_runs(root: Path = ROOT) -> list[RunFolder]:
 
 def machine() -> dict[str, Any]:
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": cores(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": installed_bytes(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
         "syncline": metadata.version("syncline"),
     }
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _free_name(path: Path) -> Path:

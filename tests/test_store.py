@@ -12,9 +12,10 @@ from event_logs import header, phase, transfer, whole_step, write_log
 from syncline import store
 from syncline.errors import RunFolderError
 from syncline.events import COLUMNS
+from syncline.files import write_atomic
 from syncline.marks import ON_LOOPBACK, STRETCHED
 from syncline.plan import Plan
-from syncline.store import RunFolder, create_run, list_runs, load_run, open_run, write_atomic
+from syncline.store import RunFolder, create_run, list_runs, load_run, open_run
 
 PLAN = Plan(workers=2, steps=3)
 
@@ -98,7 +99,7 @@ def test_atomic_write_keeps_the_old_file_when_the_new_one_fails(monkeypatch: pyt
     def broken(_: int) -> None:
         raise OSError("disk")
 
-    monkeypatch.setattr(store.os, "fsync", broken)
+    monkeypatch.setattr("os.fsync", broken)
     with pytest.raises(OSError, match="disk"):
         write_atomic(path, "new")
     assert path.read_text() == "old"

@@ -3,14 +3,13 @@ the first cells took; and memory, by shapes or by what an earlier stage measured
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from syncline.launcher.emulation.honesty import RANK_BYTES, estimated_bytes
-from syncline.machine import cores
+from syncline.machine import cores, installed_bytes
 from syncline.methods import method_of
 from syncline.plan import Plan
 from syncline.study.cells import Cell
@@ -38,7 +37,7 @@ class Estimate:
 
     def does_not_fit(self) -> str | None:
         """Why it cannot run here, or None."""
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        available = installed_bytes()
         if self.memory_bytes <= 0.9 * available:
             return None
         return f"needs about {self.memory_bytes / 2**30:.0f} GiB of memory; this machine has {available / 2**30:.0f}"

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from syncline.errors import Interrupted, RunFolderError, UsageError
-from syncline.store import Run, machine, write_atomic
+from syncline.files import write_atomic
+from syncline.store import Run, machine
 from syncline.study.cell_rows import best_points, is_finished, rows_of, with_links
 from syncline.study.cells import Cell, Chosen, Ground, expand
 from syncline.study.contents import Contents, main_answer, study_contents
