@@ -6,6 +6,7 @@ Scenarios run in real processes, many per launch, because starting ranks is what
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
@@ -176,7 +177,9 @@ def every_method(_: object = None) -> dict[str, dict[str, Any]]:
 
 @cache
 def results_of_every_method() -> list[dict[str, dict[str, Any]]]:
-    return syncline.launch(every_method, workers=2, threads=1)
+    # torch warns on every rank where it finds no unused parameters; without a folder, what ranks write would be kept.
+    with tempfile.TemporaryDirectory() as logs:
+        return syncline.launch(every_method, workers=2, threads=1, log_dir=logs)
 
 
 @pytest.mark.parametrize("method", MANY_WORKERS)
