@@ -375,6 +375,7 @@ def test_hosts_have_distinct_addresses_beyond_256() -> None:
 
 SHARING = """
 import json, os, sys
+from dataclasses import replace
 from datetime import timedelta
 import torch
 from syncline.comm.shared_memory import count_hosts
@@ -385,10 +386,9 @@ from syncline.sync import make_sync
 
 place = placement_from_environment()
 # As a launcher would that takes all hosts for one, or one that says the truth.
-told = 0 if "lie" in sys.argv else place.host_index
-communicator = connect(
-    backend="gloo", rank=place.rank, world_size=place.world_size, deadline=timedelta(seconds=30), host_index=told
-)
+if "lie" in sys.argv:
+    place = replace(place, host_index=0)
+communicator = connect(place, backend="gloo", deadline=timedelta(seconds=30))
 found = {"hosts": count_hosts(communicator)}
 for method in ("shared-memory", "hierarchical"):
     try:
