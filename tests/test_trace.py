@@ -11,7 +11,7 @@ import pytest
 from conftest import Cli
 
 from syncline.accounting.explanation import explain
-from syncline.cli.trace import trace
+from syncline.cli.reading import trace
 from syncline.errors import PlanError
 from syncline.events import Events, Phase, RankInfo, RankStep, Step, Transfer
 from syncline.report.chrome_trace import chrome_trace

@@ -8,19 +8,13 @@ import typer
 
 import syncline
 from syncline.cli.cluster import cluster
-from syncline.cli.compare import compare
-from syncline.cli.data import data
 from syncline.cli.doctor import doctor
-from syncline.cli.explain import explain
 from syncline.cli.lab import lab, report, scale
 from syncline.cli.launch import launch
-from syncline.cli.models import models
-from syncline.cli.probe import probe
-from syncline.cli.runs import methods, runs
-from syncline.cli.schedule import schedule
-from syncline.cli.trace import trace
+from syncline.cli.listing import data, models, schedule
+from syncline.cli.measuring import compare, probe, verify
+from syncline.cli.reading import explain, methods, runs, trace
 from syncline.cli.train import train
-from syncline.cli.verify import verify
 
 app = typer.Typer(
     name="syncline",

@@ -14,9 +14,11 @@ from syncline.store import ROOT
 
 
 def doctor(
-    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of node 0: examine the link to it too.")] = None,
-    nodes: Annotated[int | None, typer.Option(help="Number of nodes; run this on each at the same time.")] = None,
-    node_rank: Annotated[int | None, typer.Option(help="This node's number, from 0.")] = None,
+    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of node 0; also examine the link to it.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="Number of nodes; run this command on all of them at once.")
+    ] = None,
+    node_rank: Annotated[int | None, typer.Option(help="This node's number, counted from 0.")] = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for other nodes.")] = 60.0,
     folder: Annotated[Path, typer.Option(help="Where runs and checkpoints are written.")] = ROOT,
     as_json: options.Json = False,

@@ -14,12 +14,14 @@ def lab(
     study: Annotated[
         str, typer.Argument(help="A lab (see `syncline lab list`), or a lab folder or file of your own.")
     ],
-    quick: Annotated[bool, typer.Option("--quick", help="A small version that ends within minutes.")] = False,
-    hosts: Annotated[int | None, typer.Option(help="Run nodes as emulated hosts, at most this many.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Run a small version that takes minutes.")] = False,
+    hosts: Annotated[int | None, typer.Option(help="Emulate up to this many hosts, one per node.")] = None,
     link: Annotated[str | None, typer.Option(help="Rate of each emulated host's link, such as 1gbit.")] = None,
-    no_answers: Annotated[bool, typer.Option("--no-answers", help="Leave the questions open: for teaching.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder of the study; default runs/lab-NAME.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget the cells of an earlier call.")] = False,
+    no_answers: Annotated[
+        bool, typer.Option("--no-answers", help="Leave the questions unanswered, for teaching.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for the lab; default runs/lab-NAME.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard the results of earlier calls.")] = False,
     settings: options.Settings = None,
 ) -> None:
     """Run a lab and write its report.
@@ -45,8 +47,8 @@ def lab(
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or a lab's folder.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="Where the report is written.")] = Path("report"),
-    no_answers: Annotated[bool, typer.Option("--no-answers", help="Leave the questions open.")] = False,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the report.")] = Path("report"),
+    no_answers: Annotated[bool, typer.Option("--no-answers", help="Leave the questions unanswered.")] = False,
 ) -> None:
     """Write a report from stored runs alone."""
     from syncline.studies import write_report
@@ -55,20 +57,22 @@ def report(
 
 
 def scale(
-    method: Annotated[str, typer.Option(help="The method to scale.")] = "ddp",
-    workers: Annotated[str, typer.Option(help="Numbers of workers, with commas between.")] = "1,2,4",
+    method: Annotated[str, typer.Option(help="Method to scale.")] = "ddp",
+    workers: Annotated[str, typer.Option(help="Numbers of workers, separated by commas.")] = "1,2,4",
     strong: Annotated[
-        bool, typer.Option("--strong/--weak", help="One global batch, or one batch per worker.")
+        bool, typer.Option("--strong/--weak", help="Keep the global batch, or the batch per worker.")
     ] = True,
     model: options.Model = None,
     data: options.Data = None,
     batch: Annotated[int, typer.Option(help="The global batch (strong) or the batch per worker (weak).")] = 64,
     threads: Annotated[int, typer.Option(help="Compute threads per worker.")] = 1,
     steps: Annotated[int, typer.Option(help="Timed steps.")] = 10,
-    hosts: Annotated[bool, typer.Option("--hosts", help="Each worker on an emulated host of its own.")] = False,
+    hosts: Annotated[
+        bool, typer.Option("--hosts", help="Put each worker on its own emulated host; links default to 1gbit.")
+    ] = False,
     link: Annotated[str | None, typer.Option(help="Rate of each emulated host's link, such as 1gbit.")] = None,
     settings: options.Settings = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the study; default runs/scale-….")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the study; default runs/scale-….")] = None,
 ) -> None:
     """Measure one scaling curve."""
     from syncline.studies import scale as measure_curve

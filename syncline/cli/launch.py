@@ -20,7 +20,7 @@ def launch(
     threads: options.Threads = None,
     log_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder for the output of ranks other than 0; by default a temporary one that is named."),
+        typer.Option(help="Folder for the output of ranks other than 0; default: a temporary one, which is printed."),
     ] = None,
     port: options.Port = 0,
 ) -> None:

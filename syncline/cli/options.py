@@ -16,39 +16,43 @@ from syncline.launcher import places
 from syncline.launcher.nodes import Node
 from syncline.plan import Plan
 
-Model = Annotated[str | None, typer.Option(help="See `syncline models`, or your own as module:callable.")]
+Model = Annotated[
+    str | None, typer.Option(help="A built-in model (see `syncline models`), or your own: module:callable.")
+]
 Data = Annotated[
     str | None,
     typer.Option(help="auto, cifar10, synthetic, synthetic-ages, imdb-wiki, folder or text."),
 ]
-DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data (or set SYNCLINE_DATA).")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder with the data (or set SYNCLINE_DATA).")]
 Workers = Annotated[int | None, typer.Option(help="Number of ranks.")]
 Threads = Annotated[int | None, typer.Option(help="Compute threads per worker; default cores / workers.")]
 GlobalBatch = Annotated[int | None, typer.Option(help="Samples per step over all workers.")]
-Seed = Annotated[int | None, typer.Option(help="Start of all randomness.")]
-RunDir = Annotated[Path | None, typer.Option(help="Where the run is written; default runs/DATE-….")]
-Port = Annotated[int, typer.Option(help="Port on which ranks meet; 0 takes a free one.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else on stdout.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of everything random.")]
+RunDir = Annotated[Path | None, typer.Option(help="Folder for the run; default runs/DATE-….")]
+Port = Annotated[int, typer.Option(help="Port where ranks meet; 0 picks a free one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else.")]
 Compute = Annotated[
     str | None,
-    typer.Option(help="real; replay:RUN sleeps the compute times recorded there; sleep:FILE those stated in a file."),
+    typer.Option(
+        help="real; or sleep instead of computing: replay:RUN (times recorded there), sleep:FILE (times in a file)."
+    ),
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", help="Any plan key, as KEY=VALUE; e.g. optimizer.learning_rate=0.05.")
+    list[str] | None, typer.Option("--set", help="Set any plan key: KEY=VALUE, e.g. optimizer.learning_rate=0.05.")
 ]
 MaxRestarts = Annotated[
-    int | None, typer.Option(help="Starts again from the last checkpoint after ranks failed; default 0.")
+    int | None, typer.Option(help="Restarts from the last checkpoint after a rank fails; default 0.")
 ]
-Hosts = Annotated[int | None, typer.Option(help="Emulated hosts on this machine, joined by links.")]
-WorkersPerHost = Annotated[int | None, typer.Option(help="Ranks on each host or node; default 1.")]
+Hosts = Annotated[int | None, typer.Option(help="Number of hosts to emulate on this machine.")]
+WorkersPerHost = Annotated[int | None, typer.Option(help="Ranks per host or node; default 1.")]
 Link = Annotated[
-    str | None, typer.Option(help="Rate of the emulated hosts' links, e.g. 1gbit; one, or one for each host.")
+    str | None, typer.Option(help="Rate of the emulated links, e.g. 1gbit; one for all, or one per host.")
 ]
-Nodes = Annotated[int | None, typer.Option(help="Machines of the run, which is started on each of them.")]
-NodeRank = Annotated[int | None, typer.Option(help="This machine's number, from 0; see --nodes.")]
-Rendezvous = Annotated[str | None, typer.Option(help="Where machines meet: HOST:PORT of number 0; see --nodes.")]
-JoinTimeout = Annotated[float, typer.Option(help="Seconds to wait for machines that have not joined.")]
-PrintPlan = Annotated[bool, typer.Option("--print-plan", help="Print the resolved plan as TOML and stop.")]
+Nodes = Annotated[int | None, typer.Option(help="Number of machines; run this command on each one.")]
+NodeRank = Annotated[int | None, typer.Option(help="This machine's number, counted from 0; see --nodes.")]
+Rendezvous = Annotated[str | None, typer.Option(help="HOST:PORT of machine 0, where all machines meet; see --nodes.")]
+JoinTimeout = Annotated[float, typer.Option(help="Seconds to wait for the other machines.")]
+PrintPlan = Annotated[bool, typer.Option("--print-plan", help="Print the resolved plan as TOML and exit.")]
 
 
 def parse_settings(settings: Sequence[str] | None) -> dict[str, Any]:
@@ -84,11 +88,15 @@ class Where:
         if 0 < len(missing) < len(node_flags):
             raise PlanError(f"{', '.join(missing)} is missing: a node needs {', '.join(node_flags)}.")
         if self.nodes is not None and (self.hosts is not None or self.link is not None):
-            raise PlanError("--hosts and --link are for emulated hosts, --nodes is for machines: give one of them.")
+            raise PlanError(
+                "--hosts and --link are for emulated hosts and --nodes is for real machines: use one or the other."
+            )
         if self.workers_per_host is not None and self.num_hosts is None:
             raise PlanError("--workers-per-host needs --hosts or --nodes.")
         if self.join_timeout_s <= 0:
-            raise PlanError(f"--join-timeout {self.join_timeout_s:g} is no time to wait.", action="Give seconds.")
+            raise PlanError(
+                f"--join-timeout {self.join_timeout_s:g} is not a time.", action="Give a number of seconds above 0."
+            )
 
     @property
     def adds_nothing(self) -> bool:
@@ -104,7 +112,7 @@ class Where:
         if self.workers_per_host is None:
             return workers
         if workers is not None:
-            raise PlanError("--workers and --workers-per-host contradict each other: give one of them.")
+            raise PlanError("--workers and --workers-per-host contradict each other: use only one.")
         return (self.num_hosts or 1) * self.workers_per_host
 
     def place(self, plan: Plan) -> places.Place:

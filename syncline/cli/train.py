@@ -36,7 +36,10 @@ def train(
         bool | None, typer.Option("--eval-per-rank", help="Also test with each rank's own batch-norm statistics.")
     ] = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Record three steps with torch's profiler; others: --set profile.steps.")
+        bool,
+        typer.Option(
+            "--profile", help="Record three steps with torch's profiler; choose others with --set profile.steps."
+        ),
     ] = False,
     run_dir: options.RunDir = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the last run, or the one given.")] = False,
@@ -64,7 +67,7 @@ def train(
     if resume:
         changed = {name: value for name, value in flags.items() if name != "hosts" and value is not None}
         if run_dir is not None or profile or changed or not where.adds_nothing:
-            raise RunFolderError("--resume continues a run as it was planned: give no other plan flags with it.")
+            raise RunFolderError("--resume continues a run exactly as planned: give no other plan flags with it.")
         old = resumable_run(plan)
         place = where.place(old.plan())
         run = jobs.resume(old.path, place=place, show=show)
