@@ -134,6 +134,15 @@ def test_shard_that_was_not_announced_and_one_that_is_larger_than_all_slots() ->
         )
 
 
+def test_batches_that_nobody_announced_are_made_by_loaders_where_they_are_free() -> None:
+    inner = memory_batches()
+    with loading(inner, 2) as batches:
+        for shard in Sharding(inner.num_train, 8, 3, 0, 1).epoch(0):
+            assert same(batches.train(shard), inner.train(shard))
+        assert batches.throughput()["samples"] == inner.num_train
+    assert same(batches.train(shard), inner.train(shard)), "in this process once they are closed"
+
+
 def test_leaving_the_epoch_early_frees_what_was_made_ahead() -> None:
     inner = memory_batches()
     sharding = Sharding(inner.num_train, 8, 3, 0, 1)

@@ -104,6 +104,8 @@ class AheadBatches:
                 self._next_batch()  # which the caller did not want after all
 
     def train(self, shard: Shard) -> tuple[Tensor, Tensor]:
+        if self._is_open and not self._asked:  # nothing is under way, as in a comparison: all loaders make this one
+            next(self.announce([shard]))
         return self._next_batch() if self._is_next(shard) else self._inner.train(shard)
 
     def test(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
