@@ -154,8 +154,8 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # so before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Tests that share a fixture of their module run in one worker, so that it is made once.
 
     And those that start processes are marked: what is left (`-m "not processes"`) takes little time.
@@ -168,9 +168,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         own = [fixture.func for fixture in fixtures if fixture.argname != _nothing_is_left_behind.__name__]
         if any(starts_processes(function) for function in (item.function, *own)):
             item.add_marker(pytest.mark.processes)
+    return (yield)
 
 
-STARTERS = {"subprocess", "multiprocessing", "launch", "run_ranks", "run_ranks_mpi", "EmulatedCluster"}
+STARTERS = {
+    "subprocess",
+    "multiprocessing",
+    "spawn",
+    "launch",
+    "run_ranks",
+    "run_ranks_mpi",
+    "EmulatedCluster",
+    "in_child",
+}
 
 
 def starts_processes(function: Callable[..., object]) -> bool:

@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +174,7 @@ def every_method(_: object = None) -> dict[str, dict[str, Any]]:
     return found
 
 
-@cache
+@pytest.fixture(scope="module")
 def results_of_every_method() -> list[dict[str, dict[str, Any]]]:
     # torch warns on every rank where it finds no unused parameters; without a folder, what ranks write would be kept.
     with tempfile.TemporaryDirectory() as logs:
@@ -183,47 +182,59 @@ def results_of_every_method() -> list[dict[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("method", MANY_WORKERS)
-def test_backward_returns_with_averaged_gradients_and_finish_is_idempotent(method: str) -> None:
-    for found in results_of_every_method():
+def test_backward_returns_with_averaged_gradients_and_finish_is_idempotent(
+    method: str, results_of_every_method: list[dict[str, dict[str, Any]]]
+) -> None:
+    for found in results_of_every_method:
         for one in found[method]["means"]:
             assert_same(one, expected_mean("cnn", 2))
 
 
 @pytest.mark.parametrize("method", MANY_WORKERS)
-def test_plain_loop_gives_what_torch_s_class_gives(method: str) -> None:
+def test_plain_loop_gives_what_torch_s_class_gives(
+    method: str, results_of_every_method: list[dict[str, dict[str, Any]]]
+) -> None:
     """With groups, clipping, accumulation, frozen and shared parameters; and the same bits on both ranks."""
-    first, second = results_of_every_method()
+    first, second = results_of_every_method
     assert_same(first[method]["loop"], second[method]["loop"])
     torch.testing.assert_close(first[method]["loop"], first["torch"]["loop"], **CLOSE)
     assert not torch.equal(first[method]["loop"]["first.weight"], same_start(Net).first.weight)
 
 
 @pytest.mark.parametrize("method", MANY_WORKERS)
-def test_outputs_may_be_changed_in_place(method: str) -> None:
-    for found in results_of_every_method():
+def test_outputs_may_be_changed_in_place(
+    method: str, results_of_every_method: list[dict[str, dict[str, Any]]]
+) -> None:
+    for found in results_of_every_method:
         assert_same(found[method]["in place"], expected_mean("mlp", 2))
 
 
 @pytest.mark.parametrize("method", OURS)
-def test_reentrant_checkpointing_ends_backward_once(method: str) -> None:
-    for found in results_of_every_method():
+def test_reentrant_checkpointing_ends_backward_once(
+    method: str, results_of_every_method: list[dict[str, dict[str, Any]]]
+) -> None:
+    for found in results_of_every_method:
         assert_same(found[method]["reentrant"], expected_mean("mlp", 2))
 
 
 @pytest.mark.parametrize("method", ["gather-scatter", "point-to-point", "all-reduce"])
-def test_step_after_a_backward_that_raised_is_averaged(method: str) -> None:
-    for found in results_of_every_method():
+def test_step_after_a_backward_that_raised_is_averaged(
+    method: str, results_of_every_method: list[dict[str, dict[str, Any]]]
+) -> None:
+    for found in results_of_every_method:
         assert_same(found[method]["raised"], expected_mean("mlp", 2))
 
 
 @pytest.mark.parametrize("used", ["both", "main"])
 @pytest.mark.parametrize("output", ["tuple", "dict"])
 @pytest.mark.parametrize("method", FLAT)
-def test_several_outputs_and_unused_branches(method: str, output: str, used: str) -> None:
-    first, second = (found[method][f"{output}, {used} used"] for found in results_of_every_method())
+def test_several_outputs_and_unused_branches(
+    method: str, output: str, used: str, results_of_every_method: list[dict[str, dict[str, Any]]]
+) -> None:
+    first, second = (found[method][f"{output}, {used} used"] for found in results_of_every_method)
     assert_same(first, second)
     assert ("side.weight" in first) == (used == "both")
-    reference = results_of_every_method()[0]["ddp"][f"{output}, {used} used"]
+    reference = results_of_every_method[0]["ddp"][f"{output}, {used} used"]
     torch.testing.assert_close(first, {key: reference[key] for key in first}, **CLOSE)
 
 
@@ -311,14 +322,16 @@ def join_with_every_method() -> dict[str, dict[str, dict[str, Tensor]]]:
     return found
 
 
-@cache
+@pytest.fixture(scope="module")
 def results_of_join() -> list[dict[str, dict[str, dict[str, Tensor]]]]:
     return syncline.launch(join_with_every_method, workers=3, threads=1)
 
 
 @pytest.mark.parametrize("method", MANY_WORKERS)
-def test_join_gives_what_torch_s_join_gives(method: str) -> None:
-    first, *others = results_of_join()
+def test_join_gives_what_torch_s_join_gives(
+    method: str, results_of_join: list[dict[str, dict[str, dict[str, Tensor]]]]
+) -> None:
+    first, *others = results_of_join
     assert first[method].keys() >= {"plain"}
     for name, found in first[method].items():
         torch.testing.assert_close(found, first["torch"][name], **CLOSE, msg=lambda text, n=name: f"{n}: {text}")

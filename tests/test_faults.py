@@ -10,13 +10,22 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import SYNCLINE, USER_MODEL, any_alive, cli_environment, killed_at_end, session_members, wait_until
+from conftest import (
+    SYNCLINE,
+    USER_MODEL,
+    CliServer,
+    any_alive,
+    cli_environment,
+    killed_at_end,
+    session_members,
+    wait_until,
+)
 
 from syncline.spans import read_log
 from syncline.store import RunFolder
@@ -63,20 +72,25 @@ def environment(workplace: Path, **extra: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def untroubled(workplace: Path) -> str:
+def finish(workplace: Path, cli_server: CliServer) -> Callable[..., str]:
+    """Train to the end; the weights."""
+
+    def run(*arguments: str) -> str:
+        done = cli_server.run(("train", *arguments, "--json"), workplace, environment(workplace))
+        assert done.returncode == 0, done.stderr
+        return str(json.loads(done.stdout)["weights_sha256"])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def untroubled(finish: Callable[..., str]) -> str:
     """The weights of a run that nothing happened to."""
-    return finish(workplace, *PLAN, "--run-dir", "untroubled")
+    return finish(*PLAN, "--run-dir", "untroubled")
 
 
-def finish(workplace: Path, *arguments: str) -> str:
-    command = [str(SYNCLINE), "train", *arguments, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=workplace, env=environment(workplace))
-    assert done.returncode == 0, done.stderr
-    return str(json.loads(done.stdout)["weights_sha256"])
-
-
-def assert_resumes(workplace: Path, run: RunFolder, weights: str) -> None:
-    assert finish(workplace, "--resume", str(run.path)) == weights
+def assert_resumes(finish: Callable[..., str], run: RunFolder, weights: str) -> None:
+    assert finish("--resume", str(run.path)) == weights
     assert run.info()["status"] == "finished"
 
 
@@ -102,9 +116,9 @@ def last_line(errors: str) -> str:
     return errors.splitlines()[-1]
 
 
-@pytest.mark.parametrize("culprit", range(WORKERS))
+@pytest.mark.parametrize("culprit", [0, WORKERS - 1])
 def test_killed_rank_is_named_and_the_run_resumes_bit_for_bit(
-    culprit: int, workplace: Path, untroubled: str, tmp_path: Path
+    culprit: int, workplace: Path, untroubled: str, finish: Callable[..., str], tmp_path: Path
 ) -> None:
     with training(workplace, tmp_path, SLOW="0.1") as running:
         os.kill(running.ranks[culprit], signal.SIGKILL)
@@ -114,7 +128,7 @@ def test_killed_rank_is_named_and_the_run_resumes_bit_for_bit(
     assert "Traceback" not in errors
     assert running.run.info()["status"] == "failed"
     running.assert_logs_are_readable()
-    assert_resumes(workplace, running.run, untroubled)
+    assert_resumes(finish, running.run, untroubled)
 
 
 def test_killed_rank_and_all_others_are_restarted_bit_for_bit(
@@ -143,7 +157,7 @@ def test_broken_program_is_restarted_as_often_as_asked_and_no_more(workplace: Pa
 
 
 def test_ranks_end_with_their_launcher_and_the_run_resumes_bit_for_bit(
-    workplace: Path, untroubled: str, tmp_path: Path
+    workplace: Path, untroubled: str, finish: Callable[..., str], tmp_path: Path
 ) -> None:
     with training(workplace, tmp_path, SLOW="0.1") as running:
         running.process.kill()
@@ -151,11 +165,11 @@ def test_ranks_end_with_their_launcher_and_the_run_resumes_bit_for_bit(
     assert (code, errors.count("Traceback")) == (-signal.SIGKILL, 0)
     assert running.run.info()["status"] == "running"  # nobody was left to say otherwise
     running.assert_logs_are_readable()
-    assert_resumes(workplace, running.run, untroubled)
+    assert_resumes(finish, running.run, untroubled)
 
 
 def test_ctrl_c_says_how_to_go_on_and_the_run_resumes_bit_for_bit(
-    workplace: Path, untroubled: str, tmp_path: Path
+    workplace: Path, untroubled: str, finish: Callable[..., str], tmp_path: Path
 ) -> None:
     with training(workplace, tmp_path, SLOW="0.1") as running:
         os.killpg(running.process.pid, signal.SIGINT)
@@ -167,7 +181,7 @@ def test_ctrl_c_says_how_to_go_on_and_the_run_resumes_bit_for_bit(
     assert said[0].endswith(f"with: syncline train --resume {running.run.path}")
     assert running.run.info()["status"] == "stopped"
     running.assert_logs_are_readable()
-    assert_resumes(workplace, running.run, untroubled)
+    assert_resumes(finish, running.run, untroubled)
 
 
 def test_exception_of_the_users_model_is_shown_with_its_traceback_and_rank(workplace: Path, tmp_path: Path) -> None:

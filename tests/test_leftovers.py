@@ -23,11 +23,14 @@ print(subprocess.Popen(child, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNU
 """
 
 DIRTY_SESSION = """
-import subprocess
-import conftest
+import os, pathlib, subprocess
+import conftest, pytest
 conftest.SETTLE_SECONDS = 0.5
+@pytest.fixture(scope="module")
+def shared(): pathlib.Path(f"shared-{os.getpid()}").touch()
+@pytest.mark.parametrize("number", range(4))
+def test_clean(shared, number): pass
 def test_dirty(): subprocess.Popen(["sleep", "60"])
-def test_clean(): pass
 """
 
 
@@ -141,9 +144,11 @@ def test_fork_server_of_this_process_is_no_leftover(tmp_path: Path) -> None:
 def test_dirty_worker_fails_and_the_one_beside_it_does_not(tmp_path: Path) -> None:
     (tmp_path / "test_session.py").write_text(DIRTY_SESSION)
     environment = {**os.environ, "PYTHONPATH": str(Path(conftest.__file__).parent)}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "-p", "conftest", "."]
+    side_by_side = ["-n", "2", "--dist", "loadgroup", "-p", "conftest", "-o", "markers=processes"]
+    command = [sys.executable, "-m", "pytest", "-q", *side_by_side, "."]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     (pid,) = re.findall(r"left behind:\nE +process (\d+): sleep 60", done.stdout)
     os.kill(int(pid), 9)
     assert done.returncode == 1
-    assert "2 passed, 1 error" in done.stdout
+    assert "5 passed, 1 error" in done.stdout
+    assert len(list(tmp_path.glob("shared-*"))) == 1, "tests that share a fixture must run in one worker"
