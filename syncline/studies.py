@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from syncline import jobs
+from syncline.accounting.breakdown import PARTS
 from syncline.collectives.patterns import PATTERNS, make_schedule
 from syncline.errors import PlanError, RunFolderError
-from syncline.methods import current_name
+from syncline.forms import checked
+from syncline.methods import BASELINE, current_name
 from syncline.report import page
 from syncline.report.schedules import schedule_svg
 from syncline.report.terminal import print_table
@@ -19,10 +21,8 @@ from syncline.results import Lab
 from syncline.store import ROOT, open_run
 from syncline.study.cell_rows import run_rows
 from syncline.study.cells import Ground
-from syncline.study.contents import study_contents
-from syncline.study.file import load_study
-from syncline.study.on_the_spot import scaling_study, side_by_side, with_one
-from syncline.study.runner import StudyRun, open_study
+from syncline.study.file import Study, load_study
+from syncline.study.runner import StudyRun, open_study, study_contents
 from syncline.study.tables import build_table
 from syncline.voice import Show, Voice
 
@@ -139,3 +139,89 @@ def _report_runs(paths: Sequence[Path], out: Path, *, answers: bool) -> Path:
         plans=[(run.path.name, run.plan().to_toml()) for run in runs],
     )
     return page.write_report(contents, out)
+
+
+# Studies without a file: a scaling curve, and stored runs side by side.
+
+
+def side_by_side(names: Sequence[str]) -> Study:
+    """Runs of these names in one table."""
+    methods = {"title": "Runs side by side", "stage": "runs"}
+    return checked(
+        Study,
+        {
+            "title": "Runs side by side" if len(names) > 1 else f"Run {names[0]}",
+            "question": "What did these runs cost, and what did they reach?",
+            "answer": "fastest",
+            "answer_stage": "runs",
+            "stage": [{"name": "runs"}],
+            "table": [
+                {**methods, "rows": ["method", "workers"], "values": ["step", "throughput", "loss"], "main": True},
+                {
+                    **methods, "title": "Where the step goes", "rows": ["method", "workers"],
+                    "values": [*PARTS, "overlap"],
+                },
+                {
+                    **methods, "title": "Loss and accuracy", "rows": ["method", "workers"],
+                    "values": ["train_loss", "train_accuracy", "test_loss", "test_accuracy"],
+                },
+            ],
+            "figure": [
+                {
+                    "title": "Where the step goes", "stage": "runs", "kind": "stacked", "x": "method", "main": True,
+                    "values": list(PARTS),
+                },
+                {"title": "Loss against iteration", "stage": "runs", "kind": "loss"},
+            ],
+        },
+        "the report",
+    )  # fmt: skip
+
+
+def scaling_study(
+    method: str, sizes: list[int], *, strong: bool, batch: int, threads: int, steps: int, plan: dict[str, Any]
+) -> Study:
+    """`single` takes turns with the method in every cell: the baseline is measured under the same load."""
+    kind = "one global batch (strong)" if strong else "one batch per worker (weak)"
+    methods = list(dict.fromkeys((BASELINE, method)))
+    stage = {
+        "name": "scale",
+        "methods": methods,
+        "grid": {"nodes": sizes},
+        "plan": {"global_batch" if strong else "batch_per_worker": batch},
+    }
+    title = f"Scaling of {method} at {kind}"
+    values: dict[str, Any] = {
+        "title": title,
+        "question": f"What do {', '.join(map(str, sizes))} workers give with {method}, at {kind}?",
+        "answer": "scaling",
+        "answer_stage": "scale",
+        "plan": {"threads": threads, "steps": steps, "evaluate": False, **plan},
+        "stage": [stage],
+        "table": [
+            {
+                "title": title, "stage": "scale", "rows": ["workers", "method"], "main": True,
+                "values": ["step", "throughput", "speedup", "efficiency", "communication_share", "overlap"],
+            }
+        ],
+        "figure": [
+            {
+                "title": "Speed-up", "stage": "scale", "kind": "lines", "x": "workers", "values": ["speedup"],
+                "where": {"method": method}, "main": True,
+            },
+            {
+                "title": "Where the step goes", "stage": "scale", "kind": "stacked", "x": "workers",
+                "where": {"method": method},
+                "values": list(PARTS),
+            },
+        ],
+    }  # fmt: skip
+    return checked(Study, values, "the scaling study")
+
+
+def with_one(workers: Sequence[int]) -> list[int]:
+    """The world sizes in order, with one worker: it is the baseline of every speed-up."""
+    sizes = sorted(set(workers))
+    if not sizes or sizes[0] < 1:
+        raise PlanError(f"{sizes[0] if sizes else 'no'} workers cannot run.", action="Ask for at least one worker.")
+    return sizes if 1 in sizes else [1, *sizes]

@@ -9,6 +9,7 @@ import pytest
 
 from syncline.launcher.emulation.honesty import estimated_bytes
 from syncline.marks import ON_LINKS, ON_LOOPBACK, REPLAYED, Mark
+from syncline.measure.fits import describe, fit_law
 from syncline.plan import load_plan
 from syncline.store import create_run
 from syncline.study.answering import ANSWERS
@@ -17,7 +18,6 @@ from syncline.study.cells import Cell, Ground, expand
 from syncline.study.estimate import Estimate, cost_of, estimate
 from syncline.study.figures import build_figure
 from syncline.study.file import Figure, Table, load_study, parse_study
-from syncline.study.fits import describe, fit_law
 from syncline.study.lab_code import LABS, load_answers
 from syncline.study.rows import Row, baseline_of
 from syncline.study.tables import build_table

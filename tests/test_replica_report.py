@@ -10,10 +10,10 @@ from test_report import BROWSER, MACHINE, PARTS, open_in_browser
 
 from syncline.report.page import write_report
 from syncline.study.cell_rows import with_links
-from syncline.study.contents import Contents, study_contents
 from syncline.study.figures import Bar, Timeline
 from syncline.study.file import load_study
 from syncline.study.rows import Row
+from syncline.study.runner import Contents, study_contents
 
 METHODS = ("ddp", "thread-replicas", "shared-memory")
 EXPERIMENTS = {

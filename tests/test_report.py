@@ -14,10 +14,10 @@ import pytest
 
 from syncline.report.page import as_csv, facts, html, markdown, write_report
 from syncline.study.cells import Ground, expand
-from syncline.study.contents import Contents, study_contents
 from syncline.study.figures import Bar, Timeline
 from syncline.study.file import Study, built_in_labs, load_study
 from syncline.study.rows import Row
+from syncline.study.runner import Contents, study_contents
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

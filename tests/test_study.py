@@ -10,11 +10,11 @@ from syncline.errors import PlanError
 from syncline.study.answering import ANSWERS
 from syncline.study.cell_rows import best_points
 from syncline.study.cells import Ground, expand
-from syncline.study.contents import OPEN, study_contents
 from syncline.study.figures import build_figure
 from syncline.study.file import Figure, Study, Table, load_study, parse_study
 from syncline.study.lab_code import LABS, built_in_labs, load_answers
 from syncline.study.rows import Quantity, Row, baseline_of, pooled
+from syncline.study.runner import OPEN, study_contents
 from syncline.study.tables import build_table
 from syncline.study.values import VALUES
 

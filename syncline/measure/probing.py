@@ -22,7 +22,7 @@ from syncline.accounting.statistics import spread
 from syncline.comm.communicator import Communicator
 from syncline.comm.shared_memory import Barrier, Segment, check_one_host
 from syncline.errors import CommunicationError, PlanError
-from syncline.measure.line_fit import fit_line
+from syncline.measure.fits import fit_line
 from syncline.sync.shared_memory import average_pieces, cut_slice
 from syncline.units import format_bytes
 

@@ -17,8 +17,8 @@ from syncline.files import write_atomic
 from syncline.report.plots import plot, plot_timeline, write_figure
 from syncline.report.terminal import describe
 from syncline.study.answering import listed
-from syncline.study.contents import Contents
 from syncline.study.figures import FigureData
+from syncline.study.runner import Contents
 from syncline.study.tables import TableData
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from syncline.events import Events, RankStep, Step
+from syncline.measure.fits import NAMES, Law, fit_law
 from syncline.study import file
-from syncline.study.fits import NAMES, Law, fit_law
 from syncline.study.rows import Quantity, Row, matching
 from syncline.study.tables import counted, key_label
 from syncline.study.values import VALUES, Value, format_quantity

@@ -1,11 +1,11 @@
-"""Running a study: cell by cell, keeping what is finished, saying how far it is."""
+"""Running a study cell by cell, keeping finished cells; and what its report says: all computed, nothing drawn."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,16 @@ from syncline.files import write_atomic
 from syncline.store import Run, machine
 from syncline.study.cell_rows import best_points, is_finished, rows_of, with_links
 from syncline.study.cells import Cell, Chosen, Ground, expand
-from syncline.study.contents import Contents, main_answer, study_contents
 from syncline.study.estimate import Estimate, does_not_fit, estimate
-from syncline.study.figures import Timeline, timeline_of
+from syncline.study.figures import FigureData, Timeline, build_figure, timeline_of
 from syncline.study.file import Stage, Study
 from syncline.study.rows import Row, matching, pooled
+from syncline.study.tables import TableData, build_table
 from syncline.units import format_bytes
 from syncline.voice import Voice
 
 FORMAT = 1
+OPEN = "(left open)"
 
 
 @dataclass
@@ -240,3 +241,66 @@ def describe_cell(cell: Cell) -> str:
 
 def _minutes(seconds: float) -> str:
     return f"about {seconds / 60:.0f} min" if seconds >= 90 else f"about {max(seconds, 1):.0f} s"
+
+
+# What a report says, in the order in which it says it.
+
+
+@dataclass(frozen=True)
+class Contents:
+    title: str
+    question: str
+    answer: str
+    about: str
+    machine: Mapping[str, Any]
+    main_table: TableData | None
+    main_figure: FigureData | None
+    tables: list[TableData]
+    figures: list[FigureData]
+    asks: list[tuple[str, str]]
+    certificates: list[dict[str, Any]]
+    timelines: list[Any] = field(default_factory=list)
+    schedules: list[tuple[str, str]] = field(default_factory=list)
+    """Titles and SVG pictures."""
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    """Cells that did not run, and why."""
+    repeat: str = ""
+    plans: list[tuple[str, str]] = field(default_factory=list)
+    """Names and TOML texts of what was run."""
+    quick: bool = False
+
+
+def study_contents(
+    study: Study, rows: Sequence[Row], machine: Mapping[str, Any], *, answers: bool, **rest: Any
+) -> Contents:
+    """Without answers, for teaching: conclusions and their figures are left to the reader."""
+    values = study.values()
+    tables = [(spec, build_table(spec, rows, values)) for spec in study.table]
+    # Timelines and schedules are pictures of other things than rows: the caller adds them.
+    specs = [spec for spec in study.figure if spec.kind not in ("timeline", "schedules")]
+    figures = [(spec, figure) for spec in specs if (figure := build_figure(spec, rows, values)) is not None]
+    return Contents(
+        title=study.title,
+        question=study.question,
+        answer=main_answer(study, rows) if answers else OPEN,
+        about=study.about.strip(),
+        machine=machine,
+        main_table=next((table for spec, table in tables if spec.main), None),
+        main_figure=next((figure for spec, figure in figures if spec.main), None),
+        tables=[table for spec, table in tables if not spec.main],
+        figures=[figure for spec, figure in figures if not spec.main],
+        asks=[
+            (ask.text, _answer(study, ask.answer, ask.stage, ask.with_stages, rows) if answers else OPEN)
+            for ask in study.asks
+        ],
+        certificates=[dict(row.figures) for row in rows if "passed" in row.figures],
+        **rest,
+    )
+
+
+def main_answer(study: Study, rows: Sequence[Row]) -> str:
+    return _answer(study, study.answer, study.answer_stage, [], rows)
+
+
+def _answer(study: Study, name: str, stage: str, others: Sequence[str], rows: Sequence[Row]) -> str:
+    return study.answers()[name](matching(rows, stage), {other: matching(rows, other) for other in others})

@@ -9,8 +9,8 @@ from typing import Any
 
 from syncline.accounting.breakdown import COMMUNICATION, COMPUTE, PARTS, overlap
 from syncline.accounting.statistics import paired_ratio
+from syncline.measure.fits import Law, SerialFit, fit_law
 from syncline.methods import CONTROL
-from syncline.study.fits import Law, fit_rows
 from syncline.study.rows import Quantity, Row, baseline_of, speedup_over
 from syncline.units import format_bytes, format_seconds, format_spread
 
@@ -172,6 +172,19 @@ def _bytes_per_gflop(row: Row, rows: Sequence[Row]) -> Quantity | None:
 def _asked_rate(row: Row, rows: Sequence[Row]) -> Quantity | None:
     size, spent = row.figures.get("gradient_bytes"), _part(*COMPUTE)(row, rows)
     return Quantity(size / spent.value) if size and spent is not None and spent.value else None
+
+
+def fit_rows(law: Law, row: Row, rows: Sequence[Row]) -> SerialFit | None:
+    """The law fitted to the curve that a row is on: speed-up by nodes (by workers if the study has no nodes) over all
+    rows of its stage, model and method."""
+    speedups: dict[int, float] = {}
+    model = row.point.get("model")
+    for other in rows:
+        if (other.stage, other.method, other.point.get("model")) == (row.stage, row.method, model):
+            base = baseline_of(other, rows)
+            if base is not None and base.seconds and other.seconds:
+                speedups[other.workers // base.workers] = speedup_over(base, other)
+    return fit_law(law, speedups)
 
 
 def _serial_share(law: Law) -> Callable[[Row, Sequence[Row]], Quantity | None]:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from syncline.measure.fits import NAMES, Law, describe
 from syncline.methods import BASELINE
 from syncline.study.answering import Rows, listed, missing, read
-from syncline.study.fits import NAMES, Law, describe, fit_rows
 from syncline.study.rows import Row, baseline_of
+from syncline.study.values import fit_rows
 from syncline.units import format_bytes
 
 TIE = 0.02
