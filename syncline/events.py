@@ -176,7 +176,7 @@ def read_events(run: Path) -> Events:
     if not paths:
         raise RunFolderError(f"{run} has no event log.", action="It ended before any rank had started; run it again.")
     problems: list[str] = []
-    files = [one for path in paths if (one := _read_file(path, problems)) is not None]
+    files = [parts for path in paths if (parts := _read_file(path, problems)) is not None]
     if not files:
         raise RunFolderError(f"the event logs of {run} are empty: {'; '.join(problems)}.", action="Run it again.")
     sessions = _sessions([part for file in files for part in file])
@@ -256,7 +256,7 @@ def _rank_of(path: Path) -> int:
 def _sessions(parts: Sequence[_Part]) -> list[dict[int, _Part]]:
     """Parts that ran together, by rank: in order of wall time, a rank that starts again begins a new session."""
     sessions: list[dict[int, _Part]] = []
-    for part in sorted(parts, key=lambda one: int(one.header["wall_ns"])):
+    for part in sorted(parts, key=lambda part: int(part.header["wall_ns"])):
         if not sessions or part.rank in sessions[-1]:
             sessions.append({})
         sessions[-1][part.rank] = part
@@ -288,7 +288,7 @@ def _info(header: Record) -> RankInfo:
 
 
 def _steps(sessions: Sequence[dict[int, _Part]], problems: list[str]) -> dict[str, list[Step]]:
-    found: dict[str, dict[int, Step]] = defaultdict(dict)
+    by_method: dict[str, dict[int, Step]] = defaultdict(dict)
     for number, session in enumerate(sessions):
         gathered: dict[tuple[str, int], dict[int, RankStep]] = defaultdict(dict)
         for rank, part in session.items():
@@ -296,8 +296,8 @@ def _steps(sessions: Sequence[dict[int, _Part]], problems: list[str]) -> dict[st
                 gathered[method, step][rank] = rank_step
             _say_where_it_ended(rank, part.records, problems, last=number == len(sessions) - 1)
         for (method, step), ranks in gathered.items():
-            found[method][step] = Step(step, number, dict(sorted(ranks.items())))
-    return {method: [steps[step] for step in sorted(steps)] for method, steps in found.items()}
+            by_method[method][step] = Step(step, number, dict(sorted(ranks.items())))
+    return {method: [steps[step] for step in sorted(steps)] for method, steps in by_method.items()}
 
 
 def _rank_steps(rank: int, records: Sequence[Record]) -> dict[tuple[str, int], RankStep]:
@@ -319,14 +319,15 @@ def _rank_steps(rank: int, records: Sequence[Record]) -> dict[tuple[str, int], R
 
 def _rank_step(rank: int, start: int, end: int, records: Sequence[Record]) -> RankStep:
     phases, transfers, packs = [], [], []
-    for one in records:
-        if one["kind"] == "phase":
-            phases.append(Phase(one["name"], one["start"], one["end"]))
-        elif one["kind"] == "collective":
-            ready = min(max(one["ready"], start), one["end"])
-            transfers.append(Transfer(one["name"], one["label"], one["bytes"], ready, one["start"], one["end"]))
+    for record in records:
+        if record["kind"] == "phase":
+            phases.append(Phase(record["name"], record["start"], record["end"]))
+        elif record["kind"] == "collective":
+            ready = min(max(record["ready"], start), record["end"])
+            about = (record["name"], record["label"], record["bytes"])
+            transfers.append(Transfer(*about, ready, record["start"], record["end"]))
         else:
-            packs.append(Pack(one["label"], one["start"], one["end"], one["busy"]))
+            packs.append(Pack(record["label"], record["start"], record["end"], record["busy"]))
     return RankStep(rank, start, end, tuple(phases), tuple(transfers), tuple(packs))
 
 
@@ -375,7 +376,7 @@ def align(header: Record, reference: Record, exchanges: Sequence[Record]) -> Ali
     first, last = exchanges[0], exchanges[-1]
     passed = last["at"] - first["at"]
     drift = (last["offset"] - first["offset"]) / passed if passed > 0 else 0.0
-    return Alignment("ping", first["offset"], first["at"], drift, max(one["interval"] for one in (first, last)))
+    return Alignment("ping", first["offset"], first["at"], drift, max(first["interval"], last["interval"]))
 
 
 def _since_epoch(header: Record) -> int:

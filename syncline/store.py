@@ -320,10 +320,10 @@ def machine() -> dict[str, Any]:
 
 def _free_name(path: Path) -> Path:
     """The path, or the path with the first number that is free: two runs may start in one second."""
-    taken, number = path, 2
-    while taken.exists():
-        taken, number = path.with_name(f"{path.name}-{number}"), number + 1
-    return taken
+    candidate, number = path, 2
+    while candidate.exists():
+        candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
+    return candidate
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Facts:
     @property
     def late_s(self) -> float:
         """Waiting that a named straggler explains."""
-        return sum(one.waited_s for one in self.stragglers) * (self.workers - 1) / self.workers
+        return sum(straggler.waited_s for straggler in self.stragglers) * (self.workers - 1) / self.workers
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ Rule = Callable[[Facts], Advice | None]
 
 def advise(facts: Facts) -> list[Advice]:
     """What the rules say, the largest gain first."""
-    found = [advice for rule in RULES if (advice := rule(facts)) is not None]
-    return sorted(found, key=lambda advice: -(advice.saves_s or 0.0))
+    pieces = [advice for rule in RULES if (advice := rule(facts)) is not None]
+    return sorted(pieces, key=lambda advice: -(advice.saves_s or 0.0))
 
 
 def verdict(facts: Facts, advice: Sequence[Advice]) -> str:
     """One paragraph: where the time goes, then the advice that could save most."""
-    sentences = [_where_it_goes(facts), *(one.text for one in advice[:MOST])]
+    sentences = [_where_it_goes(facts), *(piece.text for piece in advice[:MOST])]
     if not advice:
         sentences.append("No single thing stands out.")
     return " ".join(sentences)
@@ -96,7 +96,7 @@ def _where_it_goes(facts: Facts) -> str:
         "other": own.share("other"),
     }
     shares = [
-        f"{share:.0%} {name}" for name, share in sorted(named.items(), key=lambda one: -one[1]) if share >= 0.01
+        f"{share:.0%} {name}" for name, share in sorted(named.items(), key=lambda pair: -pair[1]) if share >= 0.01
     ]
     workers = "one worker" if facts.workers == 1 else f"{facts.workers} workers"
     return f"A step of {facts.method} on {workers} takes {format_seconds(own.step_s)}: {', '.join(shares)}."
@@ -118,16 +118,17 @@ def mostly_compute(facts: Facts) -> Advice | None:
 def straggler(facts: Facts) -> Advice | None:
     if not facts.stragglers:
         return None
-    one = facts.stragglers[0]
-    often = "every step" if one.late_steps == one.steps else f"{one.late_steps} of {one.steps} steps"
-    held_up = "between steps" if one.phase == BETWEEN else f"in {one.phase}"
+    worst = facts.stragglers[0]
+    often = "every step" if worst.late_steps == worst.steps else f"{worst.late_steps} of {worst.steps} steps"
+    held_up = "between steps" if worst.phase == BETWEEN else f"in {worst.phase}"
     text = (
-        f"Rank {one.rank} is late {held_up} by {format_seconds(one.late_s)} on {often}: "
-        f"the others wait {one.waited_share:.0%} of the time"
+        f"Rank {worst.rank} is late {held_up} by {format_seconds(worst.late_s)} on {often}: "
+        f"the others wait {worst.waited_share:.0%} of the time"
     )
-    if one.has_fewer_threads:
-        text += f"; it has {_threads(one.threads)}, the others {one.others_threads}"
-    return Advice("straggler", f"{text}. Without it a step saves at most {format_seconds(one.saves_s)}.", one.saves_s)
+    if worst.has_fewer_threads:
+        text += f"; it has {_threads(worst.threads)}, the others {worst.others_threads}"
+    text += f". Without it a step saves at most {format_seconds(worst.saves_s)}."
+    return Advice("straggler", text, worst.saves_s)
 
 
 def waiting(facts: Facts) -> Advice | None:
@@ -184,7 +185,7 @@ def last_bucket(facts: Facts) -> Advice | None:
     own = facts.breakdown
     if own.overlap is None or own.overlap < LITTLE_OVERLAP or own.share("wire") < SOME or len(own.buckets) < 2:
         return None
-    last, total = own.buckets[-1], sum(one.num_bytes for one in own.buckets)
+    last, total = own.buckets[-1], sum(bucket.num_bytes for bucket in own.buckets)
     if last.wire_s < FEW_BUCKETS * _parts(facts, "wire") or last.num_bytes < total / len(own.buckets):
         return None
     if "bucket_cap_mb" not in facts.row.options:
@@ -234,13 +235,13 @@ def slow_update(facts: Facts) -> Advice | None:
 
 
 def step_times_disagree(facts: Facts) -> Advice | None:
-    one = facts.disagreement
-    if one is None:
+    apart = facts.disagreement
+    if apart is None:
         return None
     text = (
-        f"Ranks' own step times disagree: {format_seconds(one.longest_s)} on rank {one.longest_rank}, "
-        f"{format_seconds(one.shortest_s)} on rank {one.shortest_rank}; "
-        f"{format_seconds(one.difference_s)} of that is {one.part}."
+        f"Ranks' own step times disagree: {format_seconds(apart.longest_s)} on rank {apart.longest_rank}, "
+        f"{format_seconds(apart.shortest_s)} on rank {apart.shortest_rank}; "
+        f"{format_seconds(apart.difference_s)} of that is {apart.part}."
     )
     return Advice("step times disagree", text)
 
@@ -275,13 +276,13 @@ def _parts(facts: Facts, *parts: str) -> float:
 
 def _heavy_buckets(buckets: Sequence[BucketMeans]) -> list[BucketMeans]:
     """The fewest that hold most of the exposed wire, in order of readiness."""
-    total, held, chosen = sum(one.wire_s for one in buckets), 0.0, []
-    for one in sorted(buckets, key=lambda one: -one.wire_s):
+    total, held, chosen = sum(bucket.wire_s for bucket in buckets), 0.0, []
+    for bucket in sorted(buckets, key=lambda bucket: -bucket.wire_s):
         if held >= FEW_BUCKETS * total:
             break
-        chosen.append(one)
-        held += one.wire_s
-    return [one for one in buckets if one in chosen]
+        chosen.append(bucket)
+        held += bucket.wire_s
+    return [bucket for bucket in buckets if bucket in chosen]
 
 
 def _name_buckets(chosen: Sequence[BucketMeans], count: int) -> str:

@@ -1,7 +1,7 @@
 """Bytes and bandwidth of a run's steps: from theory, as the kernel counted them, and by bucket against the link.
 
-Theory and count stand side by side. Where they differ by more than headers explain, the report says so: the theory is
-wrong, or something else used the sockets.
+If theory and count differ by more than headers explain, the report says so: the theory is wrong, or something else
+used the sockets.
 
 Theory: our own patterns are counted transfer by transfer on the schedule that runs. The backend's own operations
 follow from the algorithm that Gloo uses: a ring for all-reduce (2(n-1)/n S) and all-gather ((n-1) S), a binomial tree
@@ -63,8 +63,8 @@ def _of_schedule(pattern: str, num_bytes: int, rank: int, world_size: int, wire_
     if pattern not in PATTERNS:
         return None
     rounds = rank_rounds(make_schedule(pattern, world_size), rank, num_bytes // ELEMENT_BYTES)
-    sent = sum(message.stop - message.start for one in rounds for message in one.sends)
-    received = sum(message.stop - message.start for one in rounds for message in one.receives)
+    sent = sum(message.stop - message.start for exchange in rounds for message in exchange.sends)
+    received = sum(message.stop - message.start for exchange in rounds for message in exchange.receives)
     return Wire(sent * wire_bytes, received * wire_bytes)
 
 
@@ -140,7 +140,7 @@ def bandwidth(
         ranks=by_rank,
         buckets=_bucket_rates(steps, rate),
         link_bytes_per_s=rate,
-        link_source=link[1] if link else "there is no probe of these ranks: run `syncline probe`",
+        link_source=link[1] if link else "no probe matches these ranks; run `syncline probe`",
         note=_note(by_rank),
     )
 
@@ -150,10 +150,10 @@ def _rank_bytes(
     theory: Theory, *, own_interface: bool,
 ) -> RankBytes:  # fmt: skip
     expected = [_step_wire(step, rank, wire_bytes, theory) for step in steps]
-    found = [counters[rank, step.number] for step in steps if (rank, step.number) in counters]
-    counted = _median_wire([Wire(one["sent"], one["received"]) for one in found])
-    interface = _median_wire([Wire(one["interface_sent"], one["interface_received"]) for one in found])
-    wires = [one for one in expected if one is not None]
+    records = [counters[rank, step.number] for step in steps if (rank, step.number) in counters]
+    counted = _median_wire([Wire(record["sent"], record["received"]) for record in records])
+    interface = _median_wire([Wire(record["interface_sent"], record["interface_received"]) for record in records])
+    wires = [wire for wire in expected if wire is not None]
     predicted = _median_wire(wires) if len(wires) == len(expected) else None
     messages = statistics.median(len(step.ranks) * len(step.ranks[rank].transfers) for step in steps)
     return RankBytes(
@@ -164,11 +164,10 @@ def _rank_bytes(
 
 def _step_wire(step: Step, rank: int, wire_bytes: int, theory: Theory) -> Wire | None:
     total, sharing = Wire(), _sharing(step)
-    for one in step.ranks[rank].transfers:
-        ranks = sharing[one.name, one.label]
-        wire = theory(
-            one.name, one.label, one.num_bytes, rank=ranks.index(rank), world_size=len(ranks), wire_bytes=wire_bytes
-        )
+    for transfer in step.ranks[rank].transfers:
+        ranks = sharing[transfer.name, transfer.label]
+        place = {"rank": ranks.index(rank), "world_size": len(ranks)}
+        wire = theory(transfer.name, transfer.label, transfer.num_bytes, **place, wire_bytes=wire_bytes)
         if wire is None:
             return None
         total += wire
@@ -177,38 +176,39 @@ def _step_wire(step: Step, rank: int, wire_bytes: int, theory: Theory) -> Wire |
 
 def _sharing(step: Step) -> dict[tuple[str, str], list[int]]:
     """The ranks that take part in each operation: all, or one leader of each host."""
-    found: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for rank, one in sorted(step.ranks.items()):
-        for key in {(transfer.name, transfer.label) for transfer in one.transfers}:
-            found[key].append(rank)
-    return found
+    ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, rank_step in sorted(step.ranks.items()):
+        for key in {(transfer.name, transfer.label) for transfer in rank_step.transfers}:
+            ranks_of[key].append(rank)
+    return ranks_of
 
 
 def _fits(theory: Wire, counted: Wire, messages: float) -> bool:
     """More by a header for each message is right; less is not, but for a moment's delay between steps."""
-    for expected, found in ((theory.sent, counted.sent), (theory.received, counted.received)):
+    for expected, actual in ((theory.sent, counted.sent), (theory.received, counted.received)):
         slack = TOLERANCE * expected + HEADER_BYTES
-        if not -slack <= found - expected <= slack + HEADER_BYTES * messages:
+        if not -slack <= actual - expected <= slack + HEADER_BYTES * messages:
             return False
     return True
 
 
 def _note(ranks: Sequence[RankBytes]) -> str:
-    wrong = [one for one in ranks if one.agrees is False]
+    wrong = [
+        (rank.rank, rank.theory, rank.counted)
+        for rank in ranks
+        if rank.agrees is False and rank.theory is not None and rank.counted is not None
+    ]
     if not wrong:
         return ""
-    worst = max(wrong, key=lambda one: abs(one.counted.sent - one.theory.sent) if one.counted and one.theory else 0)
-    assert worst.theory is not None
-    assert worst.counted is not None
+    rank, theory, counted = max(wrong, key=lambda case: abs(case[2].sent - case[1].sent))
     return (
-        f"theory does not fit what was counted: rank {worst.rank} should send {worst.theory.sent:.0f} and receive "
-        f"{worst.theory.received:.0f} bytes a step, and sent {worst.counted.sent:.0f} and received "
-        f"{worst.counted.received:.0f}"
+        f"the bytes counted do not fit the theory: rank {rank} should send {theory.sent:.0f} and receive "
+        f"{theory.received:.0f} bytes a step, but sent {counted.sent:.0f} and received {counted.received:.0f}"
     )
 
 
 def _counters(events: Events, method: str) -> dict[tuple[int, int], dict[str, Any]]:
-    """By rank and step; a step that was taken again counts as it was taken last."""
+    """By rank and step; of a repeated step, the last time counts."""
     return {
         (rank, int(record["step"])): record
         for rank, record in events.of_kind("counter")
@@ -219,18 +219,18 @@ def _counters(events: Events, method: str) -> dict[tuple[int, int], dict[str, An
 def _median_wire(wires: Sequence[Wire]) -> Wire | None:
     if not wires:
         return None
-    return Wire(statistics.median(one.sent for one in wires), statistics.median(one.received for one in wires))
+    return Wire(statistics.median(wire.sent for wire in wires), statistics.median(wire.received for wire in wires))
 
 
 def _bucket_rates(steps: Sequence[Step], link: float | None) -> list[BucketRate]:
-    found: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    durations: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     sharing: dict[tuple[str, str], list[int]] = {}
     for step in steps:
         sharing |= _sharing(step)
-        for key, one in transfer_seconds(step).items():
-            found[key].append(one)
+        for key, duration in transfer_seconds(step).items():
+            durations[key].append(duration)
     rates = []
-    for (name, label, num_bytes), seconds in found.items():
+    for (name, label, num_bytes), seconds in durations.items():
         middle = statistics.median(seconds)
         factor = _bus_factor(name, len(sharing[name, label]))
         algorithm = num_bytes / middle if middle > 0 else 0.0
@@ -242,13 +242,13 @@ def _bucket_rates(steps: Sequence[Step], link: float | None) -> list[BucketRate]
 
 def transfer_seconds(step: Step) -> dict[tuple[str, str, int], float]:
     """By operation, label and bytes: from the last rank's being ready and having started it, to the last end."""
-    parts: dict[tuple[str, str, int], list[Transfer]] = defaultdict(list)
+    operations: dict[tuple[str, str, int], list[Transfer]] = defaultdict(list)
     for rank_step in step.ranks.values():
-        for one in rank_step.transfers:
-            parts[one.name, one.label, one.num_bytes].append(one)
+        for transfer in rank_step.transfers:
+            operations[transfer.name, transfer.label, transfer.num_bytes].append(transfer)
     return {
-        key: max(0, max(one.end for one in all_) - max(max(one.ready, one.start) for one in all_)) / 1e9
-        for key, all_ in parts.items()
+        key: max(0, max(part.end for part in parts) - max(max(part.ready, part.start) for part in parts)) / 1e9
+        for key, parts in operations.items()
     }
 
 
@@ -266,10 +266,10 @@ def find_link(run: Run, *, backend: str = "gloo", probe: Run | None = None) -> t
     else:
         beside = [Run(folder.path) for folder in list_runs(run.path.parent)]
         candidates = [other for other in beside if _is_probe_for(other, run)]
-    for one in reversed(candidates):
-        rate = link_rate(one.summary, backend)
+    for candidate in reversed(candidates):
+        rate = link_rate(candidate.summary, backend)
         if rate is not None:
-            return rate, str(one.path)
+            return rate, str(candidate.path)
     return None
 
 
@@ -292,5 +292,5 @@ def bus_factor(operation: str, world_size: int) -> float:
 
 def link_rate(probe: dict[str, Any], backend: str = "gloo") -> float | None:
     """Bytes per second that one link carries one way: the denominator of utilisation."""
-    found = probe.get("links", {}).get(backend)
-    return float(found["bytes_per_s"]) if found else None
+    link = probe.get("links", {}).get(backend)
+    return float(link["bytes_per_s"]) if link else None

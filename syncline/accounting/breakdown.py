@@ -9,7 +9,7 @@ synchronisation is the exposed window. In it an instant is
 
 A rank that sends nothing before its last gradient is ready (the methods after backward) offers its buckets only then:
 that is when they count as ready. Copying inside backward is pack, too. What no phase covers is other. Transfers under
-way before the window are hidden communication: it stands beside the parts, not among them. Times are nanoseconds.
+way before the window are hidden communication, which is not one of the parts. Times are nanoseconds.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ class RankBreakdown:
 def break_down(step: Step) -> dict[int, RankBreakdown]:
     """Every rank's breakdown of a step that all ranks have finished."""
     buckets = offered(step)
-    return {rank: _break_down(one, buckets) for rank, one in step.ranks.items()}
+    return {rank: _break_down(rank_step, buckets) for rank, rank_step in step.ranks.items()}
 
 
 def offered(step: Step) -> dict[int, dict[str, Bucket]]:
     """Every rank's buckets, ready when the rank would send them: after backward, if it sends none before."""
-    return {rank: _offered(buckets_of(one)) for rank, one in step.ranks.items()}
+    return {rank: _offered(buckets_of(rank_step)) for rank, rank_step in step.ranks.items()}
 
 
 def _offered(own: dict[str, Bucket]) -> dict[str, Bucket]:
-    last_ready = max((one.ready for one in own.values()), default=0)
-    if any(one.start < last_ready for one in own.values()):
+    last_ready = max((bucket.ready for bucket in own.values()), default=0)
+    if any(bucket.start < last_ready for bucket in own.values()):
         return own
-    return {label: replace(one, ready=last_ready) for label, one in own.items()}
+    return {label: replace(bucket, ready=last_ready) for label, bucket in own.items()}
 
 
 def buckets_of(rank_step: RankStep) -> dict[str, Bucket]:
@@ -87,17 +87,17 @@ def buckets_of(rank_step: RankStep) -> dict[str, Bucket]:
     groups: dict[str, list[Transfer]] = defaultdict(list)
     for transfer in rank_step.transfers:
         groups[_bucket_name(transfer.label)].append(transfer)
-    found = [
+    buckets = [
         Bucket(
             label,
-            max(one.num_bytes for one in group),
-            min(one.ready for one in group),
-            min(one.start for one in group),
-            max(one.end for one in group),
+            max(transfer.num_bytes for transfer in group),
+            min(transfer.ready for transfer in group),
+            min(transfer.start for transfer in group),
+            max(transfer.end for transfer in group),
         )
         for label, group in groups.items()
     ]
-    return {one.label: one for one in sorted(found, key=lambda one: one.ready)}
+    return {bucket.label: bucket for bucket in sorted(buckets, key=lambda bucket: bucket.ready)}
 
 
 def _bucket_name(label: str) -> str:
@@ -117,12 +117,13 @@ def _break_down(own: RankStep, buckets: Mapping[int, Mapping[str, Bucket]]) -> R
     parts = dict.fromkeys(PARTS, 0)
     waits: list[Wait] = []
     wire: dict[str, int] = {}
-    last_ready = max((one.ready for one in mine), default=window[0] if window else own.end)
+    last_ready = max((bucket.ready for bucket in mine), default=window[0] if window else own.end)
     if window is not None:
         exposed = Claims(*window)
-        parts["pack"] += sum(exposed.take(one.start, one.end) for one in own.packs if one.busy >= one.end - one.start)
+        solid = [pack for pack in own.packs if pack.busy >= pack.end - pack.start]
+        parts["pack"] += sum(exposed.take(pack.start, pack.end) for pack in solid)
         wire, waits = _claim_transfers(exposed, mine, buckets)
-        parts["wire"], parts["wait"] = sum(wire.values()), sum(one.duration for one in waits)
+        parts["wire"], parts["wait"] = sum(wire.values()), sum(wait.duration for wait in waits)
         parts["pack"] += exposed.take(*window)
         free.take(*window)
     for phase in own.phases:
@@ -145,7 +146,7 @@ def _exposed_window(own: RankStep, mine: Sequence[Bucket]) -> tuple[int, int] | 
     if backward is None:
         start = sync.start if sync is not None else end
     else:
-        ready = max((one.ready for one in mine), default=backward.end)
+        ready = max((bucket.ready for bucket in mine), default=backward.end)
         start = min(max(ready, backward.start), backward.end)
     return (min(max(start, own.start), end), end)
 
@@ -153,16 +154,16 @@ def _exposed_window(own: RankStep, mine: Sequence[Bucket]) -> tuple[int, int] | 
 def _claim_transfers(
     exposed: Claims, mine: Sequence[Bucket], buckets: Mapping[int, Mapping[str, Bucket]]
 ) -> tuple[dict[str, int], list[Wait]]:
-    everywhere = {one.label: last_to_be_ready(one.label, buckets) for one in mine}
+    everywhere = {bucket.label: last_to_be_ready(bucket.label, buckets) for bucket in mine}
     wire = {
-        one.label: taken
-        for one in sorted(mine, key=lambda one: one.end)
-        if (taken := exposed.take(max(one.ready, everywhere[one.label][0]), one.end))
+        bucket.label: claimed
+        for bucket in sorted(mine, key=lambda bucket: bucket.end)
+        if (claimed := exposed.take(max(bucket.ready, everywhere[bucket.label][0]), bucket.end))
     }
     waits = [
-        Wait(everywhere[one.label][1], one.label, taken)
-        for one in sorted(mine, key=lambda one: (everywhere[one.label], one.start))
-        if (taken := exposed.take(one.ready, min(everywhere[one.label][0], one.end)))
+        Wait(everywhere[bucket.label][1], bucket.label, claimed)
+        for bucket in sorted(mine, key=lambda bucket: (everywhere[bucket.label], bucket.start))
+        if (claimed := exposed.take(bucket.ready, min(everywhere[bucket.label][0], bucket.end)))
     ]
     return wire, waits
 
@@ -181,8 +182,8 @@ def _hidden(own: RankStep, window: tuple[int, int] | None, buckets: Mapping[int,
     """A transfer is under way from when the last rank has started it."""
     before = Claims(own.start, window[0] if window else own.end)
     return sum(
-        before.take(max(others[one.label].start for others in buckets.values() if one.label in others), one.end)
-        for one in buckets[own.rank].values()
+        before.take(max(others[label].start for others in buckets.values() if label in others), bucket.end)
+        for label, bucket in buckets[own.rank].items()
     )
 
 
@@ -194,16 +195,16 @@ class Claims:
 
     def take(self, start: int, end: int) -> int:
         """How much between start and end was still free; now it is not."""
-        taken, left = 0, []
+        claimed, left = 0, []
         for low, high in self._free:
             first, last = max(low, start), min(high, end)
             if first >= last:
                 left.append((low, high))
                 continue
-            taken += last - first
+            claimed += last - first
             left += [piece for piece in ((low, first), (last, high)) if piece[0] < piece[1]]
         self._free = left
-        return taken
+        return claimed
 
 
 # Means over steps and ranks.
@@ -263,61 +264,61 @@ def overlap(hidden: float, wire: float) -> float | None:
     return hidden / (hidden + wire) if hidden + wire else None
 
 
-def summarise(steps: Sequence[Step], found: Sequence[Mapping[int, RankBreakdown]]) -> Breakdown | None:
+def summarise(steps: Sequence[Step], breakdowns: Sequence[Mapping[int, RankBreakdown]]) -> Breakdown | None:
     """None if there is no step to count."""
-    if not found:
+    if not breakdowns:
         return None
-    ranks = [_rank_means([one[rank] for one in found]) for rank in sorted(found[0])]
-    count = len(found) * len(ranks)
+    ranks = [_rank_means([by_rank[rank] for by_rank in breakdowns]) for rank in sorted(breakdowns[0])]
+    count = len(breakdowns) * len(ranks)
     waits: dict[tuple[int, str], int] = defaultdict(int)
-    for one in found:
-        for wait in (wait for own in one.values() for wait in own.waits):
+    for by_rank in breakdowns:
+        for wait in (wait for own in by_rank.values() for wait in own.waits):
             waits[wait.rank, wait.bucket] += wait.duration
-    parts = {part: statistics.fmean(one.parts_s[part] for one in ranks) for part in PARTS}
-    hidden = statistics.fmean(one.hidden_s for one in ranks)
+    parts = {part: statistics.fmean(rank.parts_s[part] for rank in ranks) for part in PARTS}
+    hidden = statistics.fmean(rank.hidden_s for rank in ranks)
     return Breakdown(
-        steps=len(found),
-        step_s=statistics.fmean(one.step_s for one in ranks),
-        median_s=statistics.median(max(own.duration for own in one.values()) for one in found) / 1e9,
+        steps=len(breakdowns),
+        step_s=statistics.fmean(rank.step_s for rank in ranks),
+        median_s=statistics.median(max(own.duration for own in by_rank.values()) for by_rank in breakdowns) / 1e9,
         parts_s=parts,
         hidden_s=hidden,
         overlap=overlap(hidden, parts["wire"]),
         ranks=ranks,
         waits=sorted(
             (WaitMean(rank, bucket, total / count / 1e9) for (rank, bucket), total in waits.items()),
-            key=lambda one: -one.seconds,
+            key=lambda wait: -wait.seconds,
         ),
-        buckets=_bucket_means(steps, found),
+        buckets=_bucket_means(steps, breakdowns),
     )
 
 
-def _rank_means(found: Sequence[RankBreakdown]) -> RankMeans:
+def _rank_means(breakdowns: Sequence[RankBreakdown]) -> RankMeans:
     return RankMeans(
-        rank=found[0].rank,
-        step_s=statistics.fmean(one.duration for one in found) / 1e9,
-        parts_s={part: statistics.fmean(one.parts[part] for one in found) / 1e9 for part in PARTS},
-        hidden_s=statistics.fmean(one.hidden for one in found) / 1e9,
+        rank=breakdowns[0].rank,
+        step_s=statistics.fmean(breakdown.duration for breakdown in breakdowns) / 1e9,
+        parts_s={part: statistics.fmean(breakdown.parts[part] for breakdown in breakdowns) / 1e9 for part in PARTS},
+        hidden_s=statistics.fmean(breakdown.hidden for breakdown in breakdowns) / 1e9,
     )
 
 
-def _bucket_means(steps: Sequence[Step], found: Sequence[Mapping[int, RankBreakdown]]) -> list[BucketMeans]:
+def _bucket_means(steps: Sequence[Step], breakdowns: Sequence[Mapping[int, RankBreakdown]]) -> list[BucketMeans]:
     """Of the labels of the last step: the first may have others."""
     durations: dict[str, list[int]] = defaultdict(list)
     wire: dict[str, int] = defaultdict(int)
-    for step, broken in zip(steps, found, strict=True):
+    for step, by_rank in zip(steps, breakdowns, strict=True):
         buckets = offered(step)
         for rank, own in buckets.items():
-            for label, one in own.items():
+            for label, bucket in own.items():
                 ready, _ = last_to_be_ready(label, buckets)
-                durations[label].append(max(0, one.end - ready))
-                wire[label] += broken[rank].wire.get(label, 0)
+                durations[label].append(max(0, bucket.end - ready))
+                wire[label] += by_rank[rank].wire.get(label, 0)
     last = steps[-1].ranks
     return [
         BucketMeans(
             label,
-            one.num_bytes,
+            bucket.num_bytes,
             wire[label] / len(durations[label]) / 1e9,
             statistics.fmean(durations[label]) / 1e9,
         )
-        for label, one in buckets_of(last[min(last)]).items()
+        for label, bucket in buckets_of(last[min(last)]).items()
     ]

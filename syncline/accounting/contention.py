@@ -48,17 +48,17 @@ class Contention:
     @property
     def slowed_s(self) -> float:
         """What compute lost to communication, in the phases where it is more than noise."""
-        return sum(one.slowed_s for one in self.phases.values() if one.is_real)
+        return sum(slowdown.slowed_s for slowdown in self.phases.values() if slowdown.is_real)
 
 
 def bare_times(events: Events) -> dict[int, dict[str, list[float]]]:
     """The calibration steps in the logs."""
-    found: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    times: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for rank, record in events.of_kind("calibration"):
         for phase in COMPUTE:
             if isinstance(record.get(phase), int):
-                found[rank][phase].append(record[phase] / 1e9)
-    return {rank: dict(phases) for rank, phases in found.items()}
+                times[rank][phase].append(record[phase] / 1e9)
+    return {rank: dict(phases) for rank, phases in times.items()}
 
 
 def contention(bare: Times, real: Times) -> Contention | None:
@@ -75,7 +75,7 @@ def contention(bare: Times, real: Times) -> Contention | None:
             )
     if not phases:
         return None
-    return Contention(phases, steps=min(len(one) for times in bare.values() for one in times.values()))
+    return Contention(phases, steps=min(len(seconds) for times in bare.values() for seconds in times.values()))
 
 
 def _middle(times: Times, phase: str) -> float:
@@ -86,21 +86,21 @@ def _noise(times: Times, phase: str) -> float:
     return statistics.median(spread(by_phase[phase]) for by_phase in times.values())
 
 
-def describe(found: Contention | None, *, hidden_s: float, compute: str = "real") -> str:
+def describe(measured: Contention | None, *, hidden_s: float, compute: str = "real") -> str:
     """One sentence for `explain`, beside hidden communication."""
     if compute != "real":
         return f"Compute is {compute}, so communication cannot slow it: contention is not measured."
-    if found is None:
+    if measured is None:
         return "Contention is not measured: the run has no calibration steps of the same ranks (measure.calibration)."
-    slowed = {phase: one for phase, one in found.phases.items() if one.is_real}
+    slowed = {phase: slowdown for phase, slowdown in measured.phases.items() if slowdown.is_real}
     if not slowed:
         return (
             "Communication does not slow compute: no difference from the calibration steps, in which nothing is sent."
         )
     parts = [
-        f"{phase} by {format_seconds(one.slowed_s)} ({format_seconds(one.bare_s)} bare, "
-        f"{format_seconds(one.real_s)} in steps)"
-        for phase, one in slowed.items()
+        f"{phase} by {format_seconds(slowdown.slowed_s)} ({format_seconds(slowdown.bare_s)} bare, "
+        f"{format_seconds(slowdown.real_s)} in steps)"
+        for phase, slowdown in slowed.items()
     ]
     opening = "Hidden communication is not free: compute is" if hidden_s > 0 else "Compute is"
     return f"{opening} slower than when nothing is sent: {', '.join(parts)}."

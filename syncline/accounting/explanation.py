@@ -156,9 +156,9 @@ def explain(run: Run, *, method: str | None = None, probe: Run | None = None) ->
     backend = "mpi" if plan.method_row.world == "mpiexec" else plan.backend or "gloo"
     link = find_link(run, backend=backend, probe=probe)
     methods = [
-        found
+        explained
         for name in _chosen(events, method, run)
-        if (found := _explain_method(name, events, plan, _cores(run), notes, link)) is not None
+        if (explained := _explain_method(name, events, plan, _cores(run), notes, link)) is not None
     ]
     if not methods:
         raise RunFolderError(
@@ -168,10 +168,10 @@ def explain(run: Run, *, method: str | None = None, probe: Run | None = None) ->
         )
     if run.status in ("failed", "stopped"):
         notes.append(f"The run {run.status}: what it did until then is shown.")
-    hosts = len({one.host for one in events.ranks.values()})
+    hosts = len({info.host for info in events.ranks.values()})
     clocks = [
-        Clock(rank, one.source, one.offset_ns / 1e9, one.interval_ns / 1e9)
-        for rank, one in sorted(events.alignments.items())
+        Clock(rank, alignment.source, alignment.offset_ns / 1e9, alignment.interval_ns / 1e9)
+        for rank, alignment in sorted(events.alignments.items())
     ]
     notes += _clock_note(clocks, hosts)
     return Explanation(
@@ -233,14 +233,14 @@ def _explain_method(
     link: tuple[float, str] | None,
 ) -> MethodExplanation | None:
     steps = counted_steps(events, name, plan.measure.warmup)
-    found = [break_down(step) for step in steps]
-    breakdown = summarise(steps, found)
+    breakdowns = [break_down(step) for step in steps]
+    breakdown = summarise(steps, breakdowns)
     if breakdown is None:
         return None
     if plan.measure.warmup and len(steps) == len(events.complete(name)):
         notes.append(f"All steps of {name} are warm-up steps; they are counted all the same.")
-    stragglers = find_stragglers(steps, found, events.ranks)
-    disagreement = find_disagreement(found)
+    stragglers = find_stragglers(steps, breakdowns, events.ranks)
+    disagreement = find_disagreement(breakdowns)
     facts = Facts(
         method=method_of(name).name,
         breakdown=breakdown,
@@ -254,34 +254,36 @@ def _explain_method(
     advice = advise(facts)
     # Calibration steps know no injected delay, and replayed compute cannot be slowed.
     is_comparable = plan.compute_note == "real" and not _is_slowed(plan)
-    slowed = contention(bare_times(events), _compute_times(found)) if is_comparable else None
+    slowed = contention(bare_times(events), _compute_times(breakdowns)) if is_comparable else None
     return MethodExplanation(
         name, breakdown, stragglers, disagreement, advice, verdict(facts, advice), contention=slowed,
         bandwidth=bandwidth(events, name, plan, steps, link=link), memory=memory(events, name),
     )  # fmt: skip
 
 
-def _compute_times(found: Sequence[Mapping[int, RankBreakdown]]) -> dict[int, dict[str, list[float]]]:
-    return {rank: {part: [one[rank].parts[part] / 1e9 for one in found] for part in COMPUTE} for rank in found[0]}
+def _compute_times(breakdowns: Sequence[Mapping[int, RankBreakdown]]) -> dict[int, dict[str, list[float]]]:
+    return {
+        rank: {part: [by_rank[rank].parts[part] / 1e9 for by_rank in breakdowns] for part in COMPUTE}
+        for rank in breakdowns[0]
+    }
 
 
 def _comparison(methods: Sequence[MethodExplanation], events: Events, plan: Plan) -> str:
     """Which method is quickest and where its lead over the slowest lies; 'no difference' where there is none."""
-    many = [one for one in methods if method_of(one.method).world != "worker"]
+    many = [method for method in methods if method_of(method.method).world != "worker"]
     if len(many) < 2:
-        return " ".join(one.verdict for one in methods)
-    quickest = min(many, key=lambda one: one.breakdown.median_s)
-    slowest = max(many, key=lambda one: one.breakdown.median_s)
-    times = {one.method: _times(events, one.method, plan.measure.warmup) for one in (quickest, slowest)}
+        return " ".join(method.verdict for method in methods)
+    quickest = min(many, key=lambda method: method.breakdown.median_s)
+    slowest = max(many, key=lambda method: method.breakdown.median_s)
+    times = {row.method: _times(events, row.method, plan.measure.warmup) for row in (quickest, slowest)}
     shared = sorted(times[quickest.method].keys() & times[slowest.method].keys())
     none = f"Between the methods there is no difference that these {len(shared)} steps could show. {quickest.verdict}"
     if len(shared) < 2:
         return none
-    ratio = paired_ratio(*([times[one.method][number] for number in shared] for one in (slowest, quickest)))
+    ratio = paired_ratio(*([times[row.method][number] for number in shared] for row in (slowest, quickest)))
     if ratio.no_difference or ratio.median < 1:
         return none
-    one, other = slowest.breakdown.parts_s, quickest.breakdown.parts_s
-    apart = {part: one[part] - other[part] for part in one}
+    apart = {part: slow_s - quickest.breakdown.parts_s[part] for part, slow_s in slowest.breakdown.parts_s.items()}
     part = max(apart, key=lambda part: apart[part])
     return (
         f"{quickest.method} is quickest, {slowest.method} slowest, {ratio.median:.2f} times as long "
@@ -292,7 +294,7 @@ def _comparison(methods: Sequence[MethodExplanation], events: Events, plan: Plan
 def _times(events: Events, method: str, warmup: int) -> dict[int, int]:
     """Of the slowest rank, by step."""
     return {
-        step.number: max(one.duration for one in step.ranks.values())
+        step.number: max(rank_step.duration for rank_step in step.ranks.values())
         for step in counted_steps(events, method, warmup)
     }
 
@@ -313,11 +315,11 @@ def _is_slowed(plan: Plan) -> bool:
 
 
 def _clock_note(clocks: Sequence[Clock], hosts: int) -> list[str]:
-    pinged = [one for one in clocks if one.source == "ping"]
+    pinged = [clock for clock in clocks if clock.source == "ping"]
     if pinged:
-        widest = max(one.interval_s for one in pinged)
+        widest = max(clock.interval_s for clock in pinged)
         return [f"Clocks of {hosts} hosts were compared by ping, to ±{format_seconds(widest)}."]
-    if hosts > 1 and all(one.source == "same clock" for one in clocks):
+    if hosts > 1 and all(clock.source == "same clock" for clock in clocks):
         return [f"The {hosts} hosts are emulated on one machine and read one clock."]
     return []
 
@@ -331,15 +333,15 @@ def _cores(run: Run) -> int | None:
 
 
 def _explain_step(run: Run, method: str, step: Step, events: Events) -> StepExplanation:
-    found = break_down(step)
-    buckets, sendable = {rank: buckets_of(one) for rank, one in step.ranks.items()}, offered(step)
-    zero = min(one.start for one in step.ranks.values())
+    breakdowns = break_down(step)
+    buckets, sendable = {rank: buckets_of(rank_step) for rank, rank_step in step.ranks.items()}, offered(step)
+    zero = min(rank_step.start for rank_step in step.ranks.values())
     ranks = []
-    for rank, one in step.ranks.items():
+    for rank, rank_step in step.ranks.items():
         rows = []
         for label, bucket in buckets[rank].items():
             everywhere, last = last_to_be_ready(label, sendable)
-            waited = sum(wait.duration for wait in found[rank].waits if wait.bucket == label)
+            waited = sum(wait.duration for wait in breakdowns[rank].waits if wait.bucket == label)
             rows.append(
                 BucketOnRank(
                     label=label,
@@ -349,18 +351,18 @@ def _explain_step(run: Run, method: str, step: Step, events: Events) -> StepExpl
                     end_s=(bucket.end - zero) / 1e9,
                     ready_everywhere_s=(everywhere - zero) / 1e9,
                     last_rank=last,
-                    wire_s=found[rank].wire.get(label, 0) / 1e9,
+                    wire_s=breakdowns[rank].wire.get(label, 0) / 1e9,
                     wait_s=waited / 1e9,
                 )
             )
         ranks.append(
             RankOfStep(
                 rank=rank,
-                start_s=(one.start - zero) / 1e9,
-                step_s=one.duration / 1e9,
-                parts_s={part: duration / 1e9 for part, duration in found[rank].parts.items()},
-                hidden_s=found[rank].hidden / 1e9,
-                last_ready_s=(found[rank].last_ready - zero) / 1e9,
+                start_s=(rank_step.start - zero) / 1e9,
+                step_s=rank_step.duration / 1e9,
+                parts_s={part: duration / 1e9 for part, duration in breakdowns[rank].parts.items()},
+                hidden_s=breakdowns[rank].hidden / 1e9,
+                last_ready_s=(breakdowns[rank].last_ready - zero) / 1e9,
                 buckets=rows,
             )
         )

@@ -80,12 +80,12 @@ def warm_up_inside(seconds: Sequence[float], what: str) -> Warning | None:
     )  # fmt: skip
 
 
-def inside_spread(one: Sequence[float], other: Sequence[float], names: tuple[str, str]) -> Warning | None:
+def inside_spread(first: Sequence[float], second: Sequence[float], names: tuple[str, str]) -> Warning | None:
     """The difference of two medians is smaller than what each varies by itself."""
-    if not one or not other:
+    if not first or not second:
         return None
-    difference = abs(statistics.median(one) - statistics.median(other))
-    if difference > max(spread(one), spread(other)) / 2:
+    difference = abs(statistics.median(first) - statistics.median(second))
+    if difference > max(spread(first), spread(second)) / 2:
         return None
     return Warning(
         "spread", f"{names[0]} and {names[1]} differ by {format_seconds(difference)}, less than their spread: "
@@ -116,27 +116,27 @@ def check_rows(rows: Iterable[Measured]) -> list[Warning]:
     """Every rule that concerns single rows, each said once for all rows that it concerns."""
     rows = list(rows)
     several = len({row.point.get("model") for row in rows}) > 1
-    found: dict[str, list[tuple[str, Warning]]] = {}
+    by_rule: dict[str, list[tuple[str, Warning]]] = {}
     for row in rows:
         name = _name(row, model=several)
         for warning in _check(row, name):
-            found.setdefault(warning.rule, []).append((name, warning))
-    return [merged(cases) for cases in found.values()]
+            by_rule.setdefault(warning.rule, []).append((name, warning))
+    return [merged(cases) for cases in by_rule.values()]
 
 
 def _check(row: Measured, what: str) -> list[Warning]:
     figures = row.figures
-    found: list[Warning | None] = []
+    warnings: list[Warning | None] = []
     if row.seconds:
-        found += [too_few_steps(len(row.seconds), what), warm_up_inside(row.seconds, what)]
+        warnings += [too_few_steps(len(row.seconds), what), warm_up_inside(row.seconds, what)]
     if "step_by_rank" in figures:
-        found.append(ranks_disagree(figures["step_by_rank"], what))
+        warnings.append(ranks_disagree(figures["step_by_rank"], what))
     if figures.get("other_load") is not None:
-        found.append(other_load(figures["other_load"], what))
+        warnings.append(other_load(figures["other_load"], what))
     if "counted" in figures and row.seconds:
-        found.append(wrong_denominator(figures["counted"], len(row.seconds), what))
-    found += [unreal_time(mark.text, what) for mark in row.marks]
-    return [one for one in found if one is not None]
+        warnings.append(wrong_denominator(figures["counted"], len(row.seconds), what))
+    warnings += [unreal_time(mark.text, what) for mark in row.marks]
+    return [warning for warning in warnings if warning is not None]
 
 
 def merged(cases: Sequence[tuple[str, Warning]]) -> Warning:
@@ -151,8 +151,8 @@ def merged(cases: Sequence[tuple[str, Warning]]) -> Warning:
 
 def _name(row: Measured, *, model: bool = False) -> str:
     """What tells this row from the others, in a few words."""
-    told = [str(row.point["method"])] if "method" in row.point else []
-    told = [f"{row.point['model']} with {told[0]}"] if model and told and "model" in row.point else told
+    words = [str(row.point["method"])] if "method" in row.point else []
+    words = [f"{row.point['model']} with {words[0]}"] if model and words and "model" in row.point else words
     if "workers" in row.point:
-        told.append(f"{row.point['workers']} workers" if row.point["workers"] != 1 else "1 worker")
-    return " on ".join(told) or "this row"
+        words.append(f"{row.point['workers']} workers" if row.point["workers"] != 1 else "1 worker")
+    return " on ".join(words) or "this row"

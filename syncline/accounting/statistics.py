@@ -47,7 +47,7 @@ class Ratio:
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
     """Round by round, because what was measured side by side shares its noise; then the median and quartiles."""
-    ratios = [one / other for one, other in zip(above, below, strict=True)]
+    ratios = [top / bottom for top, bottom in zip(above, below, strict=True)]
     middle = statistics.median(ratios)
     quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [middle] * 3
     return Ratio(middle, spread(ratios), quartiles[0] <= 1.0 <= quartiles[2])

@@ -74,14 +74,14 @@ class _Late:
 
 
 def find_stragglers(
-    steps: Sequence[Step], found: Sequence[Mapping[int, RankBreakdown]], infos: Mapping[int, RankInfo]
+    steps: Sequence[Step], breakdowns: Sequence[Mapping[int, RankBreakdown]], infos: Mapping[int, RankInfo]
 ) -> list[Straggler]:
     if not steps or len(steps[0].ranks) < 2:
         return []
     lates = []
-    for number, (step, broken) in enumerate(zip(steps, found, strict=True)):
+    for number, (step, by_rank) in enumerate(zip(steps, breakdowns, strict=True)):
         before = steps[number - 1] if number and _follows(steps[number - 1], step) else None
-        late = _late_rank(step, broken, before)
+        late = _late_rank(step, by_rank, before)
         if late is not None:
             lates.append(late)
     by_cause: dict[tuple[int, str], list[_Late]] = defaultdict(list)
@@ -89,23 +89,23 @@ def find_stragglers(
         by_cause[late.rank, late.phase].append(late)
     least = max(OFTEN * len(steps), min(FEWEST, len(steps)))
     stragglers = [
-        _describe(rank, phase, own, steps, found, infos)
+        _describe(rank, phase, own, steps, breakdowns, infos)
         for (rank, phase), own in by_cause.items()
-        if len(own) >= least and sum(one.late for one in own) >= MOSTLY * sum(late.late for late in lates)
+        if len(own) >= least and sum(late.late for late in own) >= MOSTLY * sum(late.late for late in lates)
     ]
-    return sorted(stragglers, key=lambda one: -one.waited_s)
+    return sorted(stragglers, key=lambda straggler: -straggler.waited_s)
 
 
-def find_disagreement(found: Sequence[Mapping[int, RankBreakdown]]) -> Disagreement | None:
-    if not found or len(found[0]) < 2:
+def find_disagreement(breakdowns: Sequence[Mapping[int, RankBreakdown]]) -> Disagreement | None:
+    if not breakdowns or len(breakdowns[0]) < 2:
         return None
-    means = {rank: statistics.fmean(one[rank].duration for one in found) for rank in found[0]}
+    means = {rank: statistics.fmean(by_rank[rank].duration for by_rank in breakdowns) for rank in breakdowns[0]}
     longest, shortest = max(means, key=lambda rank: means[rank]), min(means, key=lambda rank: means[rank])
     if means[longest] - means[shortest] <= DISAGREE * means[longest]:
         return None
     apart = {
-        part: statistics.fmean(one[longest].parts[part] - one[shortest].parts[part] for one in found)
-        for part in found[0][longest].parts
+        part: statistics.fmean(by_rank[longest].parts[part] - by_rank[shortest].parts[part] for by_rank in breakdowns)
+        for part in breakdowns[0][longest].parts
     }
     part = max(apart, key=lambda part: apart[part])
     return Disagreement(longest, means[longest] / 1e9, shortest, means[shortest] / 1e9, part, apart[part] / 1e9)
@@ -115,36 +115,36 @@ def _follows(before: Step, step: Step) -> bool:
     return before.session == step.session and before.number + 1 == step.number
 
 
-def _late_rank(step: Step, broken: Mapping[int, RankBreakdown], before: Step | None) -> _Late | None:
+def _late_rank(step: Step, by_rank: Mapping[int, RankBreakdown], before: Step | None) -> _Late | None:
     """The last rank of a step and what made it late, if that is worth a word."""
-    arrivals = {rank: one.last_ready for rank, one in broken.items()}
+    arrivals = {rank: own.last_ready for rank, own in by_rank.items()}
     last = max(arrivals, key=lambda rank: arrivals[rank])
     others = [arrival for rank, arrival in arrivals.items() if rank != last]
     late = arrivals[last] - statistics.median(others)
-    if late < LATE * statistics.median(one.duration for one in broken.values()):
+    if late < LATE * statistics.median(own.duration for own in by_rank.values()):
         return None
-    return _Late(last, _cause(step, broken, before, last), round(late), arrivals[last] - max(others))
+    return _Late(last, _cause(step, by_rank, before, last), round(late), arrivals[last] - max(others))
 
 
-def _cause(step: Step, broken: Mapping[int, RankBreakdown], before: Step | None, last: int) -> str:
+def _cause(step: Step, by_rank: Mapping[int, RankBreakdown], before: Step | None, last: int) -> str:
     def excess(values: Mapping[int, float]) -> float:
         return values[last] - statistics.median(value for rank, value in values.items() if rank != last)
 
     spent = {
-        part: excess({rank: one.parts[part] for rank, one in broken.items()}) for part in ("data", "forward", "copy")
+        part: excess({rank: own.parts[part] for rank, own in by_rank.items()}) for part in ("data", "forward", "copy")
     }
-    spent["backward"] = excess({rank: _backward(step.ranks[rank], one) for rank, one in broken.items()})
-    started = excess({rank: one.start for rank, one in step.ranks.items()})
+    spent["backward"] = excess({rank: _backward(step.ranks[rank], own) for rank, own in by_rank.items()})
+    started = excess({rank: own.start for rank, own in step.ranks.items()})
     if before is not None and last in before.ranks:
-        spent["update"] = min(started, excess({rank: _update(one) for rank, one in before.ranks.items()}))
+        spent["update"] = min(started, excess({rank: _update(own) for rank, own in before.ranks.items()}))
     spent[BETWEEN] = started - max(0.0, spent.get("update", 0.0))
     return max(spent, key=lambda phase: spent[phase])
 
 
-def _backward(own: RankStep, broken: RankBreakdown) -> int:
+def _backward(own: RankStep, breakdown: RankBreakdown) -> int:
     """With the copying in it."""
     phase = own.phase("backward")
-    return broken.last_ready - phase.start if phase is not None else 0
+    return breakdown.last_ready - phase.start if phase is not None else 0
 
 
 def _update(own: RankStep) -> int:
@@ -157,22 +157,22 @@ def _describe(
     phase: str,
     lates: Sequence[_Late],
     steps: Sequence[Step],
-    found: Sequence[Mapping[int, RankBreakdown]],
+    breakdowns: Sequence[Mapping[int, RankBreakdown]],
     infos: Mapping[int, RankInfo],
 ) -> Straggler:
-    others = [own for one in found for other, own in one.items() if other != rank]
+    others = [own for by_rank in breakdowns for other, own in by_rank.items() if other != rank]
     waited = statistics.fmean(sum(wait.duration for wait in own.waits if wait.rank == rank) for own in others)
-    threads = [infos[other].threads for other in found[0] if other != rank and other in infos]
+    threads = [infos[other].threads for other in breakdowns[0] if other != rank and other in infos]
     known = [count for count in threads if count is not None]
     return Straggler(
         rank=rank,
         phase=phase,
-        late_s=statistics.median(one.late for one in lates) / 1e9,
+        late_s=statistics.median(late.late for late in lates) / 1e9,
         late_steps=len(lates),
         steps=len(steps),
         waited_s=waited / 1e9,
         waited_share=waited / statistics.fmean(own.duration for own in others),
-        saves_s=sum(one.saves for one in lates) / len(steps) / 1e9,
+        saves_s=sum(late.saves for late in lates) / len(steps) / 1e9,
         threads=infos[rank].threads if rank in infos else None,
         others_threads=round(statistics.median(known)) if known else None,
     )

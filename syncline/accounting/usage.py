@@ -28,12 +28,12 @@ class RankMemory:
 
 def memory(events: Events, method: str) -> list[RankMemory]:
     """By rank; empty where the log holds none: the run is older, or ended early."""
-    found: dict[int, RankMemory] = {}
+    by_rank: dict[int, RankMemory] = {}
     for rank, record in events.of_kind("memory"):
         if record.get("method", "") == method and all(isinstance(record.get(name), int) for name in FIELDS):
             figures = {name: int(record[name]) for name in FIELDS}
-            found[rank] = RankMemory(rank, **figures, gradients_in_buffers=bool(record.get("gradients_in_buffers")))
-    return [found[rank] for rank in sorted(found)]
+            by_rank[rank] = RankMemory(rank, **figures, gradients_in_buffers=bool(record.get("gradients_in_buffers")))
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def operator_totals(run: Path) -> Profiled | None:
             continue
         try:
             content = json.loads(path.read_text())
-            rows = [_row(one) for one in content["operators"]]
+            rows = [_row(operator) for operator in content["operators"]]
             recorded.append((int(content["rank"]), int(content["step"])))
         except (OSError, ValueError, KeyError, TypeError):
             problems.append(f"{path.name} cannot be read, left out")
@@ -79,8 +79,8 @@ def operator_totals(run: Path) -> Profiled | None:
     return Profiled(_totals(sums, len(recorded)), recorded, problems)
 
 
-def _row(one: dict[str, Any]) -> tuple[str, float, float, float]:
-    return str(one["name"]), float(one["calls"]), float(one["self_us"]), float(one["total_us"])
+def _row(operator: dict[str, Any]) -> tuple[str, float, float, float]:
+    return str(operator["name"]), float(operator["calls"]), float(operator["self_us"]), float(operator["total_us"])
 
 
 def _totals(sums: dict[str, list[float]], count: int) -> list[OperatorTotal]:
@@ -89,4 +89,4 @@ def _totals(sums: dict[str, list[float]], count: int) -> list[OperatorTotal]:
         OperatorTotal(name, calls / count, own / count / 1e6, total / count / 1e6, own / all_self)
         for name, (calls, own, total) in sums.items()
     ]
-    return sorted(totals, key=lambda one: -one.self_s)
+    return sorted(totals, key=lambda operator: -operator.self_s)

@@ -70,7 +70,7 @@ def in_child(model: str, limit: int, batches: Sequence[int]) -> list[tuple[int, 
     if child.returncode != 0:
         last = child.stderr.strip().splitlines()[-1:] or ["no reason given"]
         raise SynclineError(f"the memory of {model} could not be measured: {last[0]}", action="Look at its model.")
-    return [(one["batch"], one["peak"]) for one in map(json.loads, child.stdout.splitlines())]
+    return [(result["batch"], result["peak"]) for result in map(json.loads, child.stdout.splitlines())]
 
 
 def _main(name: str, limit: int, batches: Sequence[int]) -> None:

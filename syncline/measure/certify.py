@@ -57,23 +57,23 @@ class Verdict:
         return self.status != "different"
 
 
-def judge_sum(found: Tensor, parts: Sequence[Tensor], wire_dtype: torch.dtype | None = None) -> Verdict:
-    """Is `found` the mean of the parts, to the bit or within what the order of summation can do?
+def judge_sum(gradient: Tensor, parts: Sequence[Tensor], wire_dtype: torch.dtype | None = None) -> Verdict:
+    """Is the gradient the mean of the parts, to the bit or within what the order of summation can do?
 
     A sum of n numbers in any order errs by at most (n-1) u sum|g_i|. Unless n is a power of two, dividing by n adds a
     rounding; multiplying by 1/n, as DDP does, adds one more, that of 1/n. A 16-bit wire rounds each number at most n
     times on its way and the result once more, with the wire's unit; such a result is lossy at best.
     """
-    if torch.equal(found, mean_in_rank_order(parts)):
+    if torch.equal(gradient, mean_in_rank_order(parts)):
         return Verdict("bitwise", 0.0)
     num_parts = len(parts)
     roundings = num_parts - 1 if num_parts & (num_parts - 1) == 0 else num_parts + 1
     exact = torch.stack([part.double() for part in parts])
-    unit = torch.finfo(found.dtype).eps / 2
+    unit = torch.finfo(gradient.dtype).eps / 2
     bound = roundings * unit * (1 + 1e-6) * exact.abs().sum(0) / num_parts
-    error = found.double() - exact.sum(0) / num_parts
+    error = gradient.double() - exact.sum(0) / num_parts
     if wire_dtype is None:
-        return _within(error, bound + torch.finfo(found.dtype).tiny)
+        return _within(error, bound + torch.finfo(gradient.dtype).tiny)
     wire = torch.finfo(wire_dtype)
     bound = bound + (num_parts + 1) * (
         wire.eps / 2 * exact.abs().sum(0) / num_parts + wire.smallest_normal * wire.eps
@@ -82,12 +82,12 @@ def judge_sum(found: Tensor, parts: Sequence[Tensor], wire_dtype: torch.dtype | 
     return replace(verdict, status="lossy") if verdict.passed else verdict
 
 
-def judge_close(found: Tensor, reference: Tensor) -> Verdict:
-    """Is `found` equal to the reference in every digit that float64 arithmetic can be held to?"""
-    if torch.equal(found, reference):
+def judge_close(gradient: Tensor, reference: Tensor) -> Verdict:
+    """Is the gradient equal to the reference in every digit that float64 arithmetic can be held to?"""
+    if torch.equal(gradient, reference):
         return Verdict("bitwise", 0.0)
-    bound = torch.full_like(reference, CLOSE * float(reference.abs().max()) + torch.finfo(found.dtype).tiny)
-    return _within(found - reference, bound)
+    bound = torch.full_like(reference, CLOSE * float(reference.abs().max()) + torch.finfo(gradient.dtype).tiny)
+    return _within(gradient - reference, bound)
 
 
 def _within(error: Tensor, bound: Tensor) -> Verdict:
@@ -178,11 +178,12 @@ class Certifier:
         verdicts: list[Verdict] = []
         for step in range(self.steps):
             self._equalise(model, reference)
-            found = self._gradient_of_every_rank(worker, step)
+            gradients = self._gradient_of_every_rank(worker, step)
             if self.communicator.rank == 0:
                 parts = self._one_after_the_other(reference, step)
                 verdicts += [
-                    self._locate(judge_sum(one, parts, self.wire_dtype), rank, step) for rank, one in enumerate(found)
+                    self._locate(judge_sum(gradient, parts, self.wire_dtype), rank, step)
+                    for rank, gradient in enumerate(gradients)
                 ]
                 _update(reference, mean_in_rank_order(parts))
         worker.sync.detach()
@@ -193,11 +194,12 @@ class Certifier:
         model, worker = self._worker(self.make_model().double(), batches, off)
         reference = _turned_off(self.make_model().double(), off)
         self._equalise(model, reference)
-        found = self._gradient_of_every_rank(worker, 0)
+        gradients = self._gradient_of_every_rank(worker, 0)
         worker.sync.detach()
         whole = next(replace(self.sharding, rank=0, world_size=1).epoch(0))
-        expected = _gradient(reference, batches, whole, 1.0) if found else torch.empty(0)
-        return worst([self._locate(judge_close(one, expected), rank, 0) for rank, one in enumerate(found)])
+        expected = _gradient(reference, batches, whole, 1.0) if gradients else torch.empty(0)
+        verdicts = [judge_close(gradient, expected) for gradient in gradients]
+        return worst([self._locate(verdict, rank, 0) for rank, verdict in enumerate(verdicts)])
 
     def _drift(self) -> float:
         model, worker = self._worker(self.make_model(), self.batches, [])
@@ -209,7 +211,7 @@ class Certifier:
                 _update(reference, mean_in_rank_order(self._one_after_the_other(reference, step)))
         worker.sync.detach()
         pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        apart = max(float((one - other).detach().abs().max()) for one, other in pairs)
+        apart = max(float((weight - expected).detach().abs().max()) for weight, expected in pairs)
         return apart / max(float(parameter.detach().abs().max()) for parameter in reference.parameters())
 
     def _worker(self, model: nn.Module, batches: Batches, off: list[str]) -> tuple[nn.Module, Worker]:
@@ -254,7 +256,7 @@ class Certifier:
         return run_threads(self.sharding.world_size, on_rank, deadline_s=self.communicator.deadline_s)
 
     def _share(self, reference: nn.Module, rank: int, step: int) -> Tensor:
-        """The weight is written out again, not taken from Shard."""
+        """The weight is computed again here, so that a mistake in Shard shows."""
         shard = next(replace(self.sharding, rank=rank).epoch(0, step))
         weight = len(shard.indices) * self.sharding.world_size / shard.num_global
         return _gradient(reference, self.batches, shard, weight)

@@ -48,12 +48,12 @@ class Contender:
 
 def contenders(methods: Sequence[str], *, threads: int, cores: int) -> list[Contender]:
     """`single` twice: with one worker's threads (one node of the cluster) and with all cores of this machine."""
-    found = []
+    entries = []
     for method in methods:
-        found.append(Contender(method, method, threads))
+        entries.append(Contender(method, method, threads))
         if method == BASELINE and cores != threads:
-            found.append(Contender(f"{method}, all cores", method, cores))
-    return found
+            entries.append(Contender(f"{method}, all cores", method, cores))
+    return entries
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,9 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     )
 
 
-def _interval(taken: float, estimate: float, margin: float) -> tuple[float, float]:
+def _interval(value: float, estimate: float, margin: float) -> tuple[float, float]:
     """Around the free estimate, cut at 0, and never without the value that was taken."""
-    return min(taken, max(0.0, estimate - margin)), max(taken, estimate + margin)
+    return min(value, max(0.0, estimate - margin)), max(value, estimate + margin)
 
 
 def _least_squares(terms: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -148,7 +148,7 @@ def fit_law(law: Law, speedups: Mapping[int, float]) -> SerialFit | None:
     share = min(max(free, 0.0), 1.0)
     interval = None if margin is None else (max(0.0, min(share, free - margin)), min(1.0, max(share, free + margin)))
     fit = SerialFit(law, share, interval, 0.0)
-    worst = max(abs(one / fit.speedup(size) - 1) for size, one in zip(sizes, measured, strict=True))
+    worst = max(abs(speedup / fit.speedup(size) - 1) for size, speedup in zip(sizes, measured, strict=True))
     return SerialFit(law, share, interval, float(worst))
 
 

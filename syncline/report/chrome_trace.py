@@ -27,7 +27,7 @@ def chrome_trace(events: Events, method: str, *, first: int = 0, last: int | Non
     shown too."""
     steps = [step for step in events.steps.get(method, []) if step.number >= first]
     steps = [step for step in steps if last is None or step.number <= last]
-    origin = min((one.start for step in steps for one in step.ranks.values()), default=0)
+    origin = min((own.start for step in steps for own in step.ranks.values()), default=0)
     slices: list[TraceEvent] = []
     tracks: dict[int, int] = {}
     for rank in sorted({rank for step in steps for rank in step.ranks}):
@@ -36,10 +36,10 @@ def chrome_trace(events: Events, method: str, *, first: int = 0, last: int | Non
                 slices += _compute(step.ranks[rank], step.number)
         slices_of_rank, tracks[rank] = _communication(rank, steps)
         slices += slices_of_rank
-    for one in slices:
-        start, end = one["ts"] - origin, one["ts"] + one["dur"] - origin
-        one["ts"] = start // NANOSECONDS
-        one["dur"] = end // NANOSECONDS - one["ts"]
+    for event in slices:
+        start, end = event["ts"] - origin, event["ts"] + event["dur"] - origin
+        event["ts"] = start // NANOSECONDS
+        event["dur"] = end // NANOSECONDS - event["ts"]
     return {
         "traceEvents": [*_names(events, tracks), *slices],
         "displayTimeUnit": "ms",
@@ -106,13 +106,13 @@ def _begin(transfer: Transfer) -> int:
 
 def _ready_on_all(step: Step) -> dict[Key, tuple[int, int]]:
     """When the last rank was ready for each operation, and which one that was."""
-    found: dict[Key, tuple[int, int]] = {}
+    last_ready: dict[Key, tuple[int, int]] = {}
     for rank, rank_step in step.ranks.items():
-        for one in rank_step.transfers:
-            before = found.get((one.name, one.label))
-            if before is None or one.ready > before[0]:
-                found[one.name, one.label] = (one.ready, rank)
-    return found
+        for transfer in rank_step.transfers:
+            before = last_ready.get((transfer.name, transfer.label))
+            if before is None or transfer.ready > before[0]:
+                last_ready[transfer.name, transfer.label] = (transfer.ready, rank)
+    return last_ready
 
 
 def _operation(

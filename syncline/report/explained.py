@@ -23,42 +23,41 @@ CAPTION = (
 )
 
 
-def show_explanation(found: Explanation) -> None:
-    title = f"{found.run}: {found.kind}, {found.model}, {_counted(found.workers, 'worker')}"
-    if found.hosts > 1:
-        title += f" on {found.hosts} hosts"
-    if len(found.methods) == 1:
-        _show_ranks(found.methods[0], title, found.warmup)
+def show_explanation(explanation: Explanation) -> None:
+    title = f"{explanation.run}: {explanation.kind}, {explanation.model}, {_counted(explanation.workers, 'worker')}"
+    if explanation.hosts > 1:
+        title += f" on {explanation.hosts} hosts"
+    if len(explanation.methods) == 1:
+        _show_ranks(explanation.methods[0], title, explanation.warmup)
     else:
-        _show_methods(found.methods, title, found.warmup)
-    _paragraph(found.verdict)
-    for method in found.methods:
-        if len(found.methods) == 1 and not found.injected:
-            _paragraph(
-                contention.describe(method.contention, hidden_s=method.breakdown.hidden_s, compute=found.compute)
-            )
-        _show_stragglers(method, several=len(found.methods) > 1)
-        show_resources(method, several=len(found.methods) > 1)
-    show_profile(found.profile)
-    for text in found.notes:
+        _show_methods(explanation.methods, title, explanation.warmup)
+    _paragraph(explanation.verdict)
+    for method in explanation.methods:
+        if len(explanation.methods) == 1 and not explanation.injected:
+            hidden_s, compute = method.breakdown.hidden_s, explanation.compute
+            _paragraph(contention.describe(method.contention, hidden_s=hidden_s, compute=compute))
+        _show_stragglers(method, several=len(explanation.methods) > 1)
+        show_resources(method, several=len(explanation.methods) > 1)
+    show_profile(explanation.profile)
+    for text in explanation.notes:
         _paragraph(f"Note: {text}")
-    for text in found.problems:
+    for text in explanation.problems:
         _paragraph(f"The log: {text}.")
 
 
-def show_step(found: StepExplanation) -> None:
-    _table([(f"rank {one.rank}", one.step_s, one.parts_s, one.hidden_s) for one in found.ranks],
-           f"{found.run}: {found.method}, step {found.step}", "Milliseconds.")  # fmt: skip
-    for one in found.ranks:
-        _show_buckets(one)
-    if found.missing:
-        print(f"not finished by rank {', '.join(map(str, found.missing))}")
-    for text in found.problems:
+def show_step(explanation: StepExplanation) -> None:
+    _table([(f"rank {rank.rank}", rank.step_s, rank.parts_s, rank.hidden_s) for rank in explanation.ranks],
+           f"{explanation.run}: {explanation.method}, step {explanation.step}", "Milliseconds.")  # fmt: skip
+    for rank in explanation.ranks:
+        _show_buckets(rank)
+    if explanation.missing:
+        print(f"not finished by rank {', '.join(map(str, explanation.missing))}")
+    for text in explanation.problems:
         _paragraph(f"The log: {text}.")
 
 
-def _show_buckets(one: RankOfStep) -> None:
-    head = f"rank {one.rank}: started {_ms(one.start_s)}, last gradient {_ms(one.last_ready_s)}"
+def _show_buckets(rank: RankOfStep) -> None:
+    head = f"rank {rank.rank}: started {_ms(rank.start_s)}, last gradient {_ms(rank.last_ready_s)}"
     columns = ["bucket", "size", "ready", "on all ranks", "last rank", "start", "end", "wait", "wire"]
     rows = [
         [
@@ -72,7 +71,7 @@ def _show_buckets(one: RankOfStep) -> None:
             _ms(bucket.wait_s),
             _ms(bucket.wire_s),
         ]
-        for bucket in one.buckets
+        for bucket in rank.buckets
     ]
     if rows:
         print_table(columns, rows, title=f"{head}; milliseconds from the first rank's start")
@@ -82,7 +81,7 @@ def _show_buckets(one: RankOfStep) -> None:
 
 def _show_ranks(method: MethodExplanation, title: str, warmup: int) -> None:
     own = method.breakdown
-    rows = [(f"rank {one.rank}", one.step_s, one.parts_s, one.hidden_s) for one in own.ranks]
+    rows = [(f"rank {rank.rank}", rank.step_s, rank.parts_s, rank.hidden_s) for rank in own.ranks]
     if len(rows) > 1:
         rows.append(("mean", own.step_s, own.parts_s, own.hidden_s))
     caption = CAPTION.format(steps=own.steps, warmup=warmup)
@@ -90,8 +89,9 @@ def _show_ranks(method: MethodExplanation, title: str, warmup: int) -> None:
 
 
 def _show_methods(methods: Sequence[MethodExplanation], title: str, warmup: int) -> None:
-    rows = [(one.method, one.breakdown.step_s, one.breakdown.parts_s, one.breakdown.hidden_s) for one in methods]
-    caption = CAPTION.format(steps=max(one.breakdown.steps for one in methods), warmup=warmup)
+    means = {method.method: method.breakdown for method in methods}
+    rows = [(name, mean.step_s, mean.parts_s, mean.hidden_s) for name, mean in means.items()]
+    caption = CAPTION.format(steps=max(mean.steps for mean in means.values()), warmup=warmup)
     _table(rows, title, f"{caption}\nMeans over ranks; --method shows them one by one.")
 
 
@@ -111,11 +111,11 @@ def _table(rows: Sequence[Row], title: str, caption: str, whole_s: float | None 
 
 
 def _show_stragglers(method: MethodExplanation, *, several: bool) -> None:
-    for one in method.stragglers:
+    for straggler in method.stragglers:
         prefix = f"{method.method}: " if several else ""
-        late = f"{format_seconds(one.late_s)} late in {one.late_steps} of {one.steps} steps"
-        waited = f"the others wait {format_seconds(one.waited_s)} a step, {one.waited_share:.0%} of it"
-        _paragraph(f"{prefix}Straggler: rank {one.rank}, {one.phase}, {late}; {waited}.")
+        late = f"{format_seconds(straggler.late_s)} late in {straggler.late_steps} of {straggler.steps} steps"
+        waited = f"the others wait {format_seconds(straggler.waited_s)} a step, {straggler.waited_share:.0%} of it"
+        _paragraph(f"{prefix}Straggler: rank {straggler.rank}, {straggler.phase}, {late}; {waited}.")
 
 
 def _paragraph(text: str) -> None:
@@ -136,28 +136,28 @@ MOST_OPERATORS = 10
 
 def show_resources(method: MethodExplanation, *, several: bool) -> None:
     """In a comparison only what does not fit: the tables would hide it."""
-    found = method.bandwidth
-    if found is not None and found.note:
-        print(f"\nWARNING: {method.method}: {found.note}.")
+    bandwidth = method.bandwidth
+    if bandwidth is not None and bandwidth.note:
+        print(f"\nWARNING: {method.method}: {bandwidth.note}.")
     if several:
         return
-    if found is not None and found.buckets:
-        _show_bytes(found)
-        _show_rates(found)
+    if bandwidth is not None and bandwidth.buckets:
+        _show_bytes(bandwidth)
+        _show_rates(bandwidth)
     if method.memory:
         _show_memory(method.memory)
 
 
-def _show_bytes(found: Bandwidth) -> None:
+def _show_bytes(bandwidth: Bandwidth) -> None:
     rows = [
         [
-            f"rank {one.rank}",
-            *_pair(one.theory),
-            *_pair(one.counted),
-            {True: "yes", False: "NO", None: "-"}[one.agrees],
-            *_pair(one.interface),
+            f"rank {rank.rank}",
+            *_pair(rank.theory),
+            *_pair(rank.counted),
+            {True: "yes", False: "NO", None: "-"}[rank.agrees],
+            *_pair(rank.interface),
         ]
-        for one in found.ranks
+        for rank in bandwidth.ranks
     ]
     columns = [
         "bytes a step",
@@ -169,7 +169,7 @@ def _show_bytes(found: Bandwidth) -> None:
         "interface",
         "received",
     ]
-    shown = 8 if any(one.interface for one in found.ranks) else 6
+    shown = 8 if any(rank.interface for rank in bandwidth.ranks) else 6
     print_table(columns[:shown], [row[:shown] for row in rows])
 
 
@@ -177,28 +177,28 @@ def _pair(wire: Wire | None) -> list[str]:
     return ["-", "-"] if wire is None else [format_bytes(wire.sent), format_bytes(wire.received)]
 
 
-def _show_rates(found: Bandwidth) -> None:
+def _show_rates(bandwidth: Bandwidth) -> None:
     """The largest; many small ones would fill the screen."""
-    largest = sorted(found.buckets, key=lambda one: -one.num_bytes)[:MOST_BUCKETS]
-    left_out = len(found.buckets) - len(largest)
+    largest = sorted(bandwidth.buckets, key=lambda bucket: -bucket.num_bytes)[:MOST_BUCKETS]
+    left_out = len(bandwidth.buckets) - len(largest)
     columns = ["operation", "size", "time", "algorithm", "bus", "of the link"]
-    if found.link_bytes_per_s:
-        caption = f"Link: {format_rate(found.link_bytes_per_s)} one way, from {found.link_source}."
+    if bandwidth.link_bytes_per_s:
+        caption = f"Link: {format_rate(bandwidth.link_bytes_per_s)} one way, from {bandwidth.link_source}."
     else:
-        caption = f"Utilisation: {found.link_source}."
+        caption = f"Utilisation: {bandwidth.link_source}."
     if left_out:
         caption += f" The {len(largest)} largest; {left_out} more in --json."
-    print_table(columns, [_rate(one) for one in largest], caption=caption)
+    print_table(columns, [_rate(bucket) for bucket in largest], caption=caption)
 
 
-def _rate(one: BucketRate) -> list[str]:
+def _rate(bucket: BucketRate) -> list[str]:
     return [
-        f"{one.name} {one.label}",
-        format_bytes(one.num_bytes),
-        format_seconds(one.seconds),
-        format_rate(one.algorithm_bytes_per_s),
-        "-" if one.bus_bytes_per_s is None else format_rate(one.bus_bytes_per_s),
-        "-" if one.utilisation is None else f"{one.utilisation:.0%}",
+        f"{bucket.name} {bucket.label}",
+        format_bytes(bucket.num_bytes),
+        format_seconds(bucket.seconds),
+        format_rate(bucket.algorithm_bytes_per_s),
+        "-" if bucket.bus_bytes_per_s is None else format_rate(bucket.bus_bytes_per_s),
+        "-" if bucket.utilisation is None else f"{bucket.utilisation:.0%}",
     ]
 
 
@@ -206,28 +206,28 @@ def _show_memory(ranks: list[RankMemory]) -> None:
     columns = ["memory", "peak resident", "parameters", "gradients", "buffers"]
     rows = [
         [
-            f"rank {one.rank}",
-            format_bytes(one.peak_resident_bytes),
-            format_bytes(one.parameter_bytes),
-            "in buffers" if one.gradients_in_buffers else format_bytes(one.gradient_bytes),
-            format_bytes(one.buffer_bytes),
+            f"rank {rank.rank}",
+            format_bytes(rank.peak_resident_bytes),
+            format_bytes(rank.parameter_bytes),
+            "in buffers" if rank.gradients_in_buffers else format_bytes(rank.gradient_bytes),
+            format_bytes(rank.buffer_bytes),
         ]
-        for one in ranks
+        for rank in ranks
     ]
     print_table(columns, rows)
 
 
-def show_profile(found: Profiled | None) -> None:
-    if found is None:
+def show_profile(profile: Profiled | None) -> None:
+    if profile is None:
         return
-    for problem in found.problems:
+    for problem in profile.problems:
         print(f"The profile: {problem}.")
-    if not found.operators:
+    if not profile.operators:
         return
     rows = [
-        [one.name, f"{one.calls:g}", format_seconds(one.self_s), f"{one.share:.1%}"]
-        for one in found.operators[:MOST_OPERATORS]
+        [operator.name, f"{operator.calls:g}", format_seconds(operator.self_s), f"{operator.share:.1%}"]
+        for operator in profile.operators[:MOST_OPERATORS]
     ]
-    where = ", ".join(f"rank {rank} step {step}" for rank, step in found.recorded)
+    where = ", ".join(f"rank {rank} step {step}" for rank, step in profile.recorded)
     caption = f"Per step, without the operators that it calls. Recorded: {where}; recording slows a step down."
     print_table(["operator", "calls", "time", "share"], rows, caption=caption)

@@ -50,7 +50,8 @@ def html(contents: Contents) -> str:
     if contents.main_figure is not None:
         plots["plot-0"] = plot(contents.main_figure)
     plots |= {f"plot-{number}": plot(figure) for number, figure in enumerate(contents.figures, start=1)}
-    plots |= {f"timeline-{number}": plot_timeline(one) for number, one in enumerate(contents.timelines, start=1)}
+    for number, timeline in enumerate(contents.timelines, start=1):
+        plots[f"timeline-{number}"] = plot_timeline(timeline)
     return environment.get_template("page.html").render(
         contents=contents,
         facts=facts(contents),
@@ -63,11 +64,11 @@ def html(contents: Contents) -> str:
 def facts(contents: Contents) -> str:
     machine = contents.machine
     memory = f", {machine['memory_bytes'] / 2**30:.0f} GiB" if "memory_bytes" in machine else ""
-    told = f"{machine.get('cores', '?')} cores of {machine.get('processor', 'an unknown processor')}{memory}; "
-    told += f"torch {machine.get('torch', '?')}, Syncline {machine.get('syncline', '?')}."
+    words = f"{machine.get('cores', '?')} cores of {machine.get('processor', 'an unknown processor')}{memory}; "
+    words += f"torch {machine.get('torch', '?')}, Syncline {machine.get('syncline', '?')}."
     data = {tomllib.loads(text).get("data", "") for _, text in contents.plans} - {""}
-    told += f" Data: {listed(sorted(data))}." if data else ""
-    return f"{told} Measured with --quick: a small version of the study." if contents.quick else told
+    words += f" Data: {listed(sorted(data))}." if data else ""
+    return f"{words} Measured with --quick: a small version of the study." if contents.quick else words
 
 
 def as_csv(table: TableData) -> str:
@@ -100,9 +101,10 @@ def markdown(contents: Contents) -> str:
     if contents.certificates:
         lines += ["## Certificates", "", "| method | workers | model | same shards in turn | one worker |"]
         lines += ["|---|---|---|---|---|"]
-        for one in contents.certificates:
-            verdicts = f"{describe(one['sequential'])} | {describe(one['one_worker'])}"
-            lines.append(f"| {one['method']} | {one['workers']} | {one['model']} | {verdicts} |")
+        for certificate in contents.certificates:
+            about = [str(certificate[key]) for key in ("method", "workers", "model")]
+            verdicts = [describe(certificate[key]) for key in ("sequential", "one_worker")]
+            lines.append(f"| {' | '.join([*about, *verdicts])} |")
         lines.append("")
     lines += ["## Repeat it", "", "```", contents.repeat, "```", ""]
     lines += [f"- not run: {name}: {why}" for name, why in contents.skipped]

@@ -40,7 +40,7 @@ def plot(figure: FigureData) -> dict[str, Any]:
     """Data and layout; the page adds the colours of text and grid, which depend on light or dark."""
     factor, unit = unit_of(figure)
     colours = colours_of(figure)
-    traces = [_trace(figure, one, colours[one.name], factor) for one in figure.series]
+    traces = [_trace(figure, series, colours[series.name], factor) for series in figure.series]
     if figure.ideal:
         traces.append(_ideal(figure))
     layout: dict[str, Any] = {
@@ -55,16 +55,16 @@ def plot(figure: FigureData) -> dict[str, Any]:
 def colours_of(figure: FigureData) -> dict[str, str]:
     """One for each series; a law has that of the line it goes through."""
     colours: dict[str, str] = {}
-    for number, one in enumerate(figure.series):
-        usual = PART_COLOURS.get(one.name) or COLOURS[number % len(COLOURS)]
-        colours[one.name] = colours.get(one.fit_of, usual)
+    for number, series in enumerate(figure.series):
+        usual = PART_COLOURS.get(series.name) or COLOURS[number % len(COLOURS)]
+        colours[series.name] = colours.get(series.fit_of, usual)
     return colours
 
 
-def _trace(figure: FigureData, one: Series, colour: str, factor: float) -> dict[str, Any]:
-    trace: dict[str, Any] = {"name": one.name, "x": one.x, "y": [value * factor for value in one.y]}
+def _trace(figure: FigureData, series: Series, colour: str, factor: float) -> dict[str, Any]:
+    trace: dict[str, Any] = {"name": series.name, "x": series.x, "y": [value * factor for value in series.y]}
     if figure.kind == "boxes":
-        pairs = [(x, value * factor) for x, values in zip(one.x, one.samples, strict=True) for value in values]
+        pairs = [(x, value * factor) for x, values in zip(series.x, series.samples, strict=True) for value in values]
         trace |= {
             "x": [str(x) for x, _ in pairs],
             "y": [y for _, y in pairs],
@@ -72,18 +72,18 @@ def _trace(figure: FigureData, one: Series, colour: str, factor: float) -> dict[
             "line": {"color": colour},
         }
         return trace
-    if one.half_spread is not None:
-        trace["error_y"] = {"type": "data", "array": [value * factor for value in one.half_spread]}
-    if one.fit_of:
+    if series.half_spread is not None:
+        trace["error_y"] = {"type": "data", "array": [value * factor for value in series.half_spread]}
+    if series.fit_of:
         line = {"color": colour, "dash": "dash", "width": 1}
         return trace | {"type": "scatter", "mode": "lines", "line": line, "hoverinfo": "skip", "showlegend": False}
     if figure.kind == "lines":
         return trace | {"type": "scatter", "mode": "lines+markers", "line": {"color": colour}}
-    return trace | {"x": [str(x) for x in one.x], "type": "bar", "marker": {"color": colour}}
+    return trace | {"x": [str(x) for x in series.x], "type": "bar", "marker": {"color": colour}}
 
 
 def _ideal(figure: FigureData) -> dict[str, Any]:
-    ends = sorted({x for one in figure.series for x in one.x})
+    ends = sorted({x for series in figure.series for x in series.x})
     return {
         "name": "ideal", "x": ends, "y": ends, "type": "scatter", "mode": "lines",
         "line": {"dash": "dot", "color": "#8a8a8a"},
@@ -92,7 +92,7 @@ def _ideal(figure: FigureData) -> dict[str, Any]:
 
 def _x_axis(figure: FigureData) -> dict[str, Any]:
     """Where x are a few numbers (1, 2, 4 workers), exactly these are marked."""
-    marks = sorted({x for one in figure.series if not one.fit_of for x in one.x if not isinstance(x, str)})
+    marks = sorted({x for series in figure.series if not series.fit_of for x in series.x if not isinstance(x, str)})
     if figure.kind == "lines" and 0 < len(marks) <= 12:
         return {"tickmode": "array", "tickvals": marks}
     return {} if figure.kind == "lines" else {"type": "category"}
@@ -100,7 +100,7 @@ def _x_axis(figure: FigureData) -> dict[str, Any]:
 
 def unit_of(figure: FigureData) -> tuple[float, str]:
     if figure.unit == "s":
-        largest = max((value for one in figure.series for value in one.y), default=0.0)
+        largest = max((value for series in figure.series for value in series.y), default=0.0)
         return (1.0, "s") if largest >= 10 else (1e3, "ms")
     if figure.unit == "%":
         return 100.0, "%"
@@ -144,7 +144,7 @@ def write_figure(figure: FigureData, path: Path) -> None:
     axes.set_ylabel(f"{figure.y_label} ({unit})" if unit else figure.y_label)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
-    if any(one.name for one in figure.series):
+    if any(series.name for series in figure.series):
         axes.legend(frameon=False, fontsize="small")
     for ending in ("svg", "png"):
         canvas.savefig(path.with_suffix(f".{ending}"), dpi=120)
@@ -154,35 +154,35 @@ def write_figure(figure: FigureData, path: Path) -> None:
 def _draw(figure: FigureData, axes: Any, factor: float) -> None:
     if figure.kind == "lines":
         colours = colours_of(figure)
-        for one in figure.series:
-            look = {"linestyle": "--", "linewidth": 0.8} if one.fit_of else {"marker": "o"}
-            label = "" if one.fit_of else one.name
-            axes.plot(one.x, [y * factor for y in one.y], label=label, color=colours[one.name], **look)
+        for series in figure.series:
+            look = {"linestyle": "--", "linewidth": 0.8} if series.fit_of else {"marker": "o"}
+            label = "" if series.fit_of else series.name
+            axes.plot(series.x, [y * factor for y in series.y], label=label, color=colours[series.name], **look)
         if figure.ideal:
-            ends = sorted({x for one in figure.series for x in one.x})
+            ends = sorted({x for series in figure.series for x in series.x})
             axes.plot(ends, ends, linestyle=":", color="#8a8a8a", label="ideal")
         return
-    places = list(dict.fromkeys(str(x) for one in figure.series for x in one.x))
+    places = list(dict.fromkeys(str(x) for series in figure.series for x in series.x))
     axes.set_xticks(range(len(places)), places, rotation=20 if max(map(len, places)) > 8 else 0)
     width = 0.8 if figure.kind == "stacked" else 0.8 / len(figure.series)
     base = [0.0] * len(places)
-    for number, one in enumerate(figure.series):
+    for number, series in enumerate(figure.series):
         offset = 0.0 if figure.kind == "stacked" else (number - (len(figure.series) - 1) / 2) * width
-        at = [places.index(str(x)) for x in one.x]
-        colour = _colour(one.name, number)
+        at = [places.index(str(x)) for x in series.x]
+        colour = _colour(series.name, number)
         if figure.kind == "boxes":
-            samples = [[value * factor for value in values] for values in one.samples]
+            samples = [[value * factor for value in values] for values in series.samples]
             boxes = axes.boxplot(samples, positions=[p + offset for p in at], widths=width * 0.8, manage_ticks=False)
             for box in boxes["boxes"]:
                 box.set_color(colour)
-            axes.plot([], [], color=colour, label=one.name)
+            axes.plot([], [], color=colour, label=series.name)
             continue
-        heights = [y * factor for y in one.y]
-        error = [value * factor for value in one.half_spread] if one.half_spread else None
+        heights = [y * factor for y in series.y]
+        error = [value * factor for value in series.half_spread] if series.half_spread else None
         stacked = figure.kind == "stacked"
         axes.bar(
             [p + offset for p in at], heights, width, bottom=[base[p] for p in at] if stacked else 0,
-            yerr=None if stacked else error, label=one.name, color=colour, capsize=2,
+            yerr=None if stacked else error, label=series.name, color=colour, capsize=2,
         )  # fmt: skip
         for place, height in zip(at, heights, strict=True):
             base[place] += height

@@ -60,8 +60,8 @@ def run_rows(path: Path, stage: str) -> list[Row]:
 
 
 def _row(stage: str, place: dict[str, Any], entry: dict[str, Any], run: Run) -> Row:
-    told = ["workers", "model"] + ([] if place.get("compute", "real") != "real" else ["threads"])
-    own: dict[str, Any] = {key: entry[key] for key in told if key in entry}
+    keys = ["workers", "model"] + ([] if place.get("compute", "real") != "real" else ["threads"])
+    own: dict[str, Any] = {key: entry[key] for key in keys if key in entry}
     if "label" in entry or "method" in entry:
         own["method"] = current_label(entry["label"] if "label" in entry else entry["method"])
     parts, counted = _accounted(run, own.get("method", ""), len(entry["seconds"])) if "seconds" in entry else ({}, {})
@@ -92,14 +92,14 @@ def _accounted(run: Run, method: str, num_steps: int) -> tuple[dict[str, float],
     except RunFolderError:
         return {}, {}
     steps = events.complete(method)[-num_steps:]
-    found = summarise(steps, [break_down(step) for step in steps])
-    if found is None:
+    breakdown = summarise(steps, [break_down(step) for step in steps])
+    if breakdown is None:
         return {}, {}
-    figures: dict[str, Any] = {"step_by_rank": [rank.step_s for rank in found.ranks]}
+    figures: dict[str, Any] = {"step_by_rank": [rank.step_s for rank in breakdown.ranks]}
     if held := memory(events, method):
         figures["gradient_bytes"] = held[0].gradient_bytes
-        figures["peak_bytes"] = max(one.peak_resident_bytes for one in held)
-    return {**found.parts_s, "hidden": found.hidden_s}, figures
+        figures["peak_bytes"] = max(rank.peak_resident_bytes for rank in held)
+    return {**breakdown.parts_s, "hidden": breakdown.hidden_s}, figures
 
 
 def best_points(stage: Stage, earlier: Sequence[Row]) -> Chosen:
@@ -107,16 +107,16 @@ def best_points(stage: Stage, earlier: Sequence[Row]) -> Chosen:
     assert stage.best_of is not None
     chosen = stage.best_of
     value = VALUES[chosen.by]
-    found: dict[tuple[Any, ...], tuple[float, dict[str, Any]]] = {}
+    best: dict[tuple[Any, ...], tuple[float, dict[str, Any]]] = {}
     for row in earlier:
         quantity = value.read(row, earlier)
         group = tuple(row.point.get(key) for key in chosen.each)
         if quantity is None:
             continue
         score = -quantity.value if value.unit == "s" else quantity.value
-        if group not in found or score > found[group][0]:
-            found[group] = (score, {key: row.point[key] for key in chosen.keys})
-    return {group: values for group, (_, values) in found.items()}
+        if group not in best or score > best[group][0]:
+            best[group] = (score, {key: row.point[key] for key in chosen.keys})
+    return {group: values for group, (_, values) in best.items()}
 
 
 def with_links(rows: Sequence[Row]) -> list[Row]:
@@ -128,18 +128,18 @@ def with_links(rows: Sequence[Row]) -> list[Row]:
 def _links_of(row: Row, probes: Sequence[Row]) -> dict[str, Any]:
     backend = "shared-memory" if method_of(row.method).in_memory else "gloo"
     here = {
-        one.point["operation"]: one
-        for one in probes
-        if one.workers == row.workers
-        and one.point.get("hosts", 1) == row.point.get("hosts", 1)
-        and one.point["backend"] == backend
+        probe.point["operation"]: probe
+        for probe in probes
+        if probe.workers == row.workers
+        and probe.point.get("hosts", 1) == row.point.get("hosts", 1)
+        and probe.point["backend"] == backend
     }
-    found: dict[str, Any] = {}
+    links: dict[str, Any] = {}
     if "send_receive" in here and (rate := here["send_receive"].figures.get("link_rate")):
-        found["link_bytes_per_s"] = rate
+        links["link_bytes_per_s"] = rate
     size, whole = row.figures.get("gradient_bytes"), here.get("all_reduce")
     # Ranks that share cores wait for each other's turn in a probe too: what it reached is no bound then.
     if whole is not None and size and not whole.stretched:
         nearest = min(whole.figures["points"], key=lambda point: abs(point["bytes"] - size))
-        found["probe_bytes_per_s"] = nearest["bytes_per_s"]
-    return found
+        links["probe_bytes_per_s"] = nearest["bytes_per_s"]
+    return links

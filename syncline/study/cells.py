@@ -107,13 +107,13 @@ def expand(
     for number in range(rounds):
         for variant, *chosen in itertools.product(variants or [None], *grid.values()):
             point = dict(zip(grid, chosen, strict=True))
-            taken, why = _taken(stage, point, best, first)
-            values = {**given, **(variants[variant] if variant else {}), **taken, **point}
+            inherited, why = _inherited(stage, point, best, first)
+            values = {**given, **(variants[variant] if variant else {}), **inherited, **point}
             if ground.hosts is not None and values.get("nodes", 1) > ground.hosts:
                 continue
             if stage.threads_per_core is not None and _threads(values) > stage.threads_per_core * ground.cores:
                 continue
-            place = {**({"variant": variant} if variant else {}), **taken, **point}
+            place = {**({"variant": variant} if variant else {}), **inherited, **point}
             made = _cells(stage, values, place, methods, number + 1, ground)
             cells += [replace(cell, replays=stage.replay is not None, why_not=why or cell.why_not) for cell in made]
     if stage.replay is None or recorded is None:
@@ -140,9 +140,9 @@ def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Later layers win; a length in steps replaces one in epochs, and the other way round."""
     merged: dict[str, Any] = {}
     for layer in layers:
-        for one, other in (("steps", "epochs"), ("epochs", "steps")):
-            if one in layer and other not in layer:
-                merged.pop(other, None)
+        for key, replaced in (("steps", "epochs"), ("epochs", "steps")):
+            if key in layer and replaced not in layer:
+                merged.pop(replaced, None)
         merged |= layer
     return merged
 
@@ -202,7 +202,7 @@ def _plan(stage: Stage, values: Mapping[str, Any], ground: Ground) -> Plan:
         raise PlanError(f"stage {stage.name}: {error.message}", action=error.action) from None
 
 
-def _taken(
+def _inherited(
     stage: Stage, point: Mapping[str, Any], best: Chosen, first: Chosen
 ) -> tuple[Mapping[str, Any], str | None]:
     """What the earlier stage found best; if it measured nothing, the first of its grid, and why that cannot run."""
@@ -219,7 +219,7 @@ def _placeholder(study: Study, stage: Stage, *, quick: bool) -> Chosen:
     """Before the earlier stage has run: the first value of each key, for estimates and for checking the file."""
     if stage.best_of is None:
         return {}
-    earlier = next(one for one in study.stage if one.name == stage.best_of.stage)
+    earlier = next(candidate for candidate in study.stage if candidate.name == stage.best_of.stage)
     grid = {**earlier.grid, **(earlier.quick.grid if quick else {})}
     own = {**stage.grid, **(stage.quick.grid if quick else {})}
     for key in (*stage.best_of.keys, *stage.best_of.each):

@@ -136,8 +136,8 @@ def _cost(
 
     shape = {"image_size": image_size, "num_classes": num_classes, "sequence_length": sequence_length}
     plan = Plan.model_validate({"model": model, "data": "synthetic-ages" if ages else "synthetic", **shape})
-    found = profile(model, synthetic_task(plan))
-    return Cost(found.training_flops, found.parameters, found.activation_bytes, found.gradient_bytes)
+    profiled = profile(model, synthetic_task(plan))
+    return Cost(profiled.training_flops, profiled.parameters, profiled.activation_bytes, profiled.gradient_bytes)
 
 
 def does_not_fit(cell: Cell, measured: Sequence[Row]) -> str | None:

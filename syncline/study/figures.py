@@ -44,11 +44,13 @@ class FigureData:
     def text(self) -> str:
         """The figure in words, for those who cannot see it."""
         lines = [f"{self.title}: {self.y_label} against {self.x_label}."]
-        for one in self.series:
-            if one.fit_of:
+        for series in self.series:
+            if series.fit_of:
                 continue  # its law is in the table
-            pairs = [f"{x} {format_quantity(Quantity(y), self.unit)}" for x, y in zip(one.x, one.y, strict=True)]
-            lines.append(f"{one.name}: {', '.join(pairs)}." if one.name else f"{', '.join(pairs)}.")
+            pairs = [
+                f"{x} {format_quantity(Quantity(y), self.unit)}" for x, y in zip(series.x, series.y, strict=True)
+            ]
+            lines.append(f"{series.name}: {', '.join(pairs)}." if series.name else f"{', '.join(pairs)}.")
         return " ".join(lines)
 
 
@@ -69,11 +71,11 @@ def build_figure(spec: file.Figure, rows: Sequence[Row], known: Mapping[str, Val
             for name in names
         ]
     # A part that nobody has, such as copying to a device, would only lengthen the legend.
-    series = [one for one in series if one.x and (spec.kind != "stacked" or any(one.y))]
+    series = [entry for entry in series if entry.x and (spec.kind != "stacked" or any(entry.y))]
     if not series:
         return None
     if spec.fit is not None:
-        series += [line for one in series if (line := _fitted(one, spec.fit)) is not None]
+        series += [line for entry in series if (line := _fitted(entry, spec.fit)) is not None]
     kind: Any = spec.kind
     return FigureData(
         title=spec.title,
@@ -106,21 +108,21 @@ def _series(name: str, value: Value, rows: Sequence[Row], all_rows: Sequence[Row
             y.append(quantity.value)
             half.append((quantity.spread or 0.0) / 2)
             samples.append(list(row.seconds))
-    if all(not isinstance(one, str) for one in x):
+    if all(not isinstance(place, str) for place in x):
         order = sorted(range(len(x)), key=lambda i: x[i])
         x, y, half = [x[i] for i in order], [y[i] for i in order], [half[i] for i in order]
         samples = [samples[i] for i in order]
     return Series(name, x, y, half if any(half) else None, samples if spec.kind == "boxes" else [])
 
 
-def _fitted(one: Series, law: Law) -> Series | None:
+def _fitted(measured: Series, law: Law) -> Series | None:
     """The law through a line of speed-ups; as many points as make a curve look like one."""
-    fit = fit_law(law, dict(zip(one.x, one.y, strict=True)))
+    fit = fit_law(law, dict(zip(measured.x, measured.y, strict=True)))
     if fit is None:
         return None
-    last = max(one.x)
+    last = max(measured.x)
     x = [1 + (last - 1) * part / 24 for part in range(25)]
-    return Series(f"{one.name}, {NAMES[law]}", x, [fit.speedup(at) for at in x], fit_of=one.name)
+    return Series(f"{measured.name}, {NAMES[law]}", x, [fit.speedup(at) for at in x], fit_of=measured.name)
 
 
 def _axis(value: Any) -> Any:
@@ -134,7 +136,7 @@ def _losses(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
     for row in rows:
         lines = row.figures.get("losses") or []
         if lines:
-            series.append(Series(row.label(keys), [one["step"] for one in lines], [one["loss"] for one in lines]))
+            series.append(Series(row.label(keys), [line["step"] for line in lines], [line["loss"] for line in lines]))
     return FigureData(spec.title, "lines", "step", "loss", "", series, spec.note) if series else None
 
 
@@ -174,8 +176,8 @@ class Timeline:
     def text(self) -> str:
         """In words: how long each rank's phases took."""
         compute = [bar for bar in self.spans if bar.lane.endswith(COMPUTE)]
-        told = [f"{bar.lane} {bar.name} {bar.length_ms:.1f} ms" for bar in compute]
-        return f"{self.title}: {'; '.join(told)}."
+        phases = [f"{bar.lane} {bar.name} {bar.length_ms:.1f} ms" for bar in compute]
+        return f"{self.title}: {'; '.join(phases)}."
 
 
 def timeline_of(events: Events, method: str, *, warmup: int = 0) -> Timeline | None:
@@ -196,14 +198,14 @@ def _bars(rank: RankStep, start: int) -> Iterator[Bar]:
     for phase in rank.phases:
         yield _bar(f"rank {rank.rank} {COMPUTE}", phase.name, phase.start, phase.end, start)
     for transfer in rank.transfers:
-        told = f"{transfer.label or transfer.name}, {format_bytes(transfer.num_bytes)}"
+        detail = f"{transfer.label or transfer.name}, {format_bytes(transfer.num_bytes)}"
         lane = f"rank {rank.rank} {COMMUNICATION}"
-        yield _bar(lane, "transfer", transfer.start, transfer.end, start, f"{transfer.name}: {told}")
+        yield _bar(lane, "transfer", transfer.start, transfer.end, start, f"{transfer.name}: {detail}")
 
 
-def _bar(lane: str, name: str, begin: int, end: int, start: int, told: str = "") -> Bar:
+def _bar(lane: str, name: str, begin: int, end: int, start: int, detail: str = "") -> Bar:
     length = (end - begin) / 1e6
-    return Bar(lane, name, (begin - start) / 1e6, length, f"{told or name}: {length:.2f} ms")
+    return Bar(lane, name, (begin - start) / 1e6, length, f"{detail or name}: {length:.2f} ms")
 
 
 def _note(step: Step) -> str:

@@ -187,7 +187,7 @@ class Study(Section):
         _require_unique(names)
         uses: list[tuple[str, str]] = [(f"table {table.title!r}", table.stage) for table in self.table]
         uses += [(f"figure {figure.title!r}", figure.stage) for figure in self.figure if figure.stage]
-        uses += [(f"question {ask.text!r}", one) for ask in self.asks for one in (ask.stage, *ask.with_stages)]
+        uses += [(f"question {ask.text!r}", stage) for ask in self.asks for stage in (ask.stage, *ask.with_stages)]
         uses.append(("answer_stage", self.answer_stage))
         for number, stage in enumerate(self.stage):
             if stage.best_of is not None and stage.best_of.stage not in names[:number]:

@@ -108,14 +108,14 @@ def find_answers(wanted: set[str], own: Mapping[str, Answer]) -> dict[str, Answe
     """By name: a lab's own answers first, then the general ones, then those of the labs that come with Syncline."""
     from syncline.study.answering import ANSWERS  # ranks that call an experiment need none
 
-    found = {name: answer for name, answer in {**ANSWERS, **own}.items() if name in wanted}
+    chosen = {name: answer for name, answer in {**ANSWERS, **own}.items() if name in wanted}
     known = [*own, *ANSWERS]
-    for answers in _built_in_answers() if wanted - found.keys() else ():
+    for answers in _built_in_answers() if wanted - chosen.keys() else ():
         known += answers
-        found |= {name: answer for name, answer in answers.items() if name in wanted - found.keys()}
-    for name in sorted(wanted - found.keys()):
+        chosen |= {name: answer for name, answer in answers.items() if name in wanted - chosen.keys()}
+    for name in sorted(wanted - chosen.keys()):
         raise PlanError(f"unknown answer {name!r}; choose one of {', '.join(known)}, or define it in answers.py.")
-    return found
+    return chosen
 
 
 def _built_in_answers() -> Iterator[Mapping[str, Answer]]:

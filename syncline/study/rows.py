@@ -60,14 +60,12 @@ class Row:
 
 def matching(rows: Iterable[Row], stage: str, where: Mapping[str, Any] | None = None) -> list[Row]:
     """The rows of a stage whose point has these values; a list of values means any of them."""
-    found = []
-    for row in rows:
-        wanted = (where or {}).items()
-        if row.stage == stage and all(
-            row.point.get(key) in (value if isinstance(value, list) else [value]) for key, value in wanted
-        ):
-            found.append(row)
-    return found
+    wanted = {key: value if isinstance(value, list) else [value] for key, value in (where or {}).items()}
+    return [
+        row
+        for row in rows
+        if row.stage == stage and all(row.point.get(key) in values for key, values in wanted.items())
+    ]
 
 
 def pooled(rows: Sequence[Row]) -> list[Row]:
@@ -108,17 +106,18 @@ def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
     if "batch_per_worker" in row.point:
         batch = row.point["batch_per_worker"] * unit
     alone = [
-        one
-        for one in rows
-        if one.stage == row.stage
-        and one.workers == unit
-        and one.point.get("global_batch") == batch
-        and all(one.point.get(key) == row.point.get(key) for key in same)
-        and _kind_of_compute(one) == _kind_of_compute(row)
-        and one.method in (BASELINE, row.method)
+        candidate
+        for candidate in rows
+        if candidate.stage == row.stage
+        and candidate.workers == unit
+        and candidate.point.get("global_batch") == batch
+        and all(candidate.point.get(key) == row.point.get(key) for key in same)
+        and _kind_of_compute(candidate) == _kind_of_compute(row)
+        and candidate.method in (BASELINE, row.method)
     ]
     # Of two that ran `single`, the one measured side by side with this row.
-    alone.sort(key=lambda one: (one.method != BASELINE, one.point.get("nodes") != row.point.get("nodes")))
+    nodes = row.point.get("nodes")
+    alone.sort(key=lambda candidate: (candidate.method != BASELINE, candidate.point.get("nodes") != nodes))
     return alone[0] if alone else None
 
 

@@ -61,7 +61,7 @@ class StudyRun:
                 cells = self._cells(stage, self._best(stage))
                 clock.settle(stage.name, cells)
                 for cell in cells:
-                    self._take(cell, clock, run_cell)
+                    self._visit(cell, clock, run_cell)
         except (Interrupted, KeyboardInterrupt) as error:
             message = error.message if isinstance(error, Interrupted) else "Stopped by Ctrl-C."
             action = f"Finished cells are kept; continue with: {self.command}"
@@ -90,7 +90,7 @@ class StudyRun:
         for stage in self.stages():
             for cell in self._cells(stage, self._best(stage)):
                 if is_finished(cell.folder_in(self.cell_folder)):
-                    self._keep(cell)
+                    self._add_rows(cell)
                 else:
                     self.skipped[cell.name] = "not finished"
         self.rows = with_links(pooled(self.rows))
@@ -100,15 +100,15 @@ class StudyRun:
 
     def _timelines(self) -> list[Timeline]:
         """One typical step of each method that a timeline figure names."""
-        found = []
+        timelines = []
         runs: dict[Path, Run] = {}
         for spec in self.study.figure:
             if spec.kind == "timeline":
                 for row in matching(self.rows, spec.stage, spec.where):
                     run = runs.setdefault(row.runs[0], Run(row.runs[0]))
                     drawn = timeline_of(run.events, row.method, warmup=1)
-                    found += [drawn] if drawn is not None else []
-        return found
+                    timelines += [drawn] if drawn is not None else []
+        return timelines
 
     def contents(self, *, answers: bool, schedules: list[tuple[str, str]]) -> Contents:
         """What the report says. `schedules` are drawings of collectives, where a figure asks for them."""
@@ -130,8 +130,8 @@ class StudyRun:
         left = [cell for cell in planned if not is_finished(cell.folder_in(self.cell_folder))]
         seconds = sum(guesses[cell.name].seconds for cell in left)
         memory = max((guesses[cell.name].memory_bytes for cell in left), default=0)
-        kept = f", {len(planned) - len(left)} finished earlier and kept" if len(left) < len(planned) else ""
-        self.voice.say(f"{self.study.title}\n{len(planned)} cells{kept}; {self.folder}")
+        finished = f", {len(planned) - len(left)} finished earlier and kept" if len(left) < len(planned) else ""
+        self.voice.say(f"{self.study.title}\n{len(planned)} cells{finished}; {self.folder}")
         if left:
             self.voice.say(f"estimate: {_minutes(seconds)}, up to {format_bytes(memory)} of memory")
 
@@ -140,7 +140,7 @@ class StudyRun:
             return None
         return best_points(stage, pooled([row for row in self.rows if row.stage == stage.best_of.stage]))
 
-    def _take(self, cell: Cell, clock: _Clock, run_cell: Callable[[Cell, Path], None]) -> None:
+    def _visit(self, cell: Cell, clock: _Clock, run_cell: Callable[[Cell, Path], None]) -> None:
         path = cell.folder_in(self.cell_folder)
         if not is_finished(path):
             why = cell.why_not or self._too_large(cell) or estimate(cell).does_not_fit()
@@ -152,14 +152,14 @@ class StudyRun:
                 clock.finish(cell, None)
                 return
         clock.finish(cell, None)
-        self._keep(cell)
+        self._add_rows(cell)
 
     def _too_large(self, cell: Cell) -> str | None:
         """Why it does not fit into memory, where its stage asks an earlier one; None otherwise."""
         earlier = next(stage.fits for stage in self.study.stage if stage.name == cell.stage)
         return does_not_fit(cell, matching(self.rows, earlier)) if earlier is not None else None
 
-    def _keep(self, cell: Cell) -> None:
+    def _add_rows(self, cell: Cell) -> None:
         self.cells.append(cell)
         self.rows += rows_of(cell, cell.folder_in(self.cell_folder))
 
@@ -187,7 +187,7 @@ class _Clock:
         self._stages = [cell.stage for cell in cells]
         self._guess = {name: guess.seconds for name, guess in guesses.items()}
         self._left = dict(self._guess)
-        self._taken: dict[str, float] = {}
+        self._measured: dict[str, float] = {}
 
     def position(self, cell: Cell) -> str:
         place = self._names.index(cell.name) + 1 if cell.name in self._names else len(self._names)
@@ -206,27 +206,26 @@ class _Clock:
     def finish(self, cell: Cell, seconds: float | None) -> None:
         self._left.pop(cell.name, None)
         if seconds is not None and cell.name in self._guess:
-            self._taken[cell.name] = seconds
+            self._measured[cell.name] = seconds
 
     def left(self) -> str:
-        guessed = sum(self._guess[name] for name in self._taken)
-        factor = sum(self._taken.values()) / guessed if guessed else 1.0
+        guessed = sum(self._guess[name] for name in self._measured)
+        factor = sum(self._measured.values()) / guessed if guessed else 1.0
         return f"{_minutes(sum(self._left.values()) * factor)} left" if self._left else "done"
 
 
 def open_study(folder: Path, title: str, *, fresh: bool = False, **settings: Any) -> None:
-    """Make the folder, or take the one that an earlier call left. A folder of something else is refused."""
+    """Make the folder, or continue in the one that an earlier call left. A folder of something else is refused."""
     marker = folder / "lab.json"
     if fresh:
         if folder.exists() and not marker.exists():
             raise RunFolderError(f"{folder} is not a lab's folder.", action="Choose another --out.")
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists() and not marker.exists() and any(folder.iterdir()):
-        raise RunFolderError(f"{folder} is not empty and no lab's folder.", action="Choose another --out.")
-    if marker.exists():
-        found = json.loads(marker.read_text())
-        if found["format"] > FORMAT:
-            raise RunFolderError(f"{folder} is of a newer version.", action="Update Syncline, or take --fresh.")
+        raise RunFolderError(f"{folder} is neither empty nor a lab's folder.", action="Choose another --out.")
+    if marker.exists() and json.loads(marker.read_text())["format"] > FORMAT:
+        action = "Update Syncline, or start over with --fresh."
+        raise RunFolderError(f"a newer version of Syncline wrote {folder}.", action=action)
     try:
         (folder / "cells").mkdir(parents=True, exist_ok=True)
         write_atomic(marker, json.dumps({"format": FORMAT, "title": title, **settings}, indent=2) + "\n")

@@ -47,8 +47,8 @@ class TableData:
     @property
     def num_keys(self) -> int:
         """How many of the first columns say what a line is about, and hold no numbers."""
-        by_column = zip(*self.numbers, strict=True)
-        return sum(1 for _ in itertools.takewhile(lambda numbers: all(one is None for one in numbers), by_column))
+        is_key = [all(number is None for number in column) for column in zip(*self.numbers, strict=True)]
+        return len(list(itertools.takewhile(bool, is_key)))
 
 
 def key_label(key: str) -> str:
@@ -92,19 +92,19 @@ def _loss_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
     """One line for each run and rank, one column for each step at which the loss was noted."""
     noted = [(row, line) for row in rows for line in row.figures.get("losses") or []]
     steps = sorted({line["step"] for _, line in noted})
-    found: dict[tuple[Any, ...], dict[int, float]] = {}
+    losses: dict[tuple[Any, ...], dict[int, float]] = {}
     for row, line in noted:
         for rank, loss in enumerate(line["by_rank"]):
             if loss is not None:
-                found.setdefault((*_combinations([row], spec.rows)[0], rank), {})[line["step"]] = loss
+                losses.setdefault((*_combinations([row], spec.rows)[0], rank), {})[line["step"]] = loss
     return TableData(
         title=spec.title,
         columns=[*(key_label(key) for key in spec.rows), "rank", *(f"step {step}" for step in steps)],
         rows=[
             [*map(str, who), *(f"{own[step]:.4f}" if step in own else "-" for step in steps)]
-            for who, own in found.items()
+            for who, own in losses.items()
         ],
-        numbers=[[*(None for _ in who), *(own.get(step) for step in steps)] for who, own in found.items()],
+        numbers=[[*(None for _ in who), *(own.get(step) for step in steps)] for who, own in losses.items()],
         definitions=[("loss", "Mean loss over the rank's own shard of that step's global batch.")],
         warnings=[],
         marks=[],
@@ -114,28 +114,28 @@ def _loss_table(spec: file.Table, rows: Sequence[Row]) -> TableData:
 
 def _marks(rows: Sequence[Row]) -> list[str]:
     """Each once; one that another begins with is said by that."""
-    found = dict.fromkeys(mark.text for row in rows for mark in row.marks)
-    return [mark for mark in found if not any(other != mark and other.startswith(mark) for other in found)]
+    texts = dict.fromkeys(mark.text for row in rows for mark in row.marks)
+    return [mark for mark in texts if not any(other != mark and other.startswith(mark) for other in texts)]
 
 
 def _beside_marks(warnings: Sequence[Warning], rows: Sequence[Row]) -> list[Warning]:
     """A mark that all rows have stands below the table once: then it is no doubt about some of them."""
     alike = all(any(mark.startswith(own.text) for own in row.marks) for mark in _marks(rows) for row in rows)
-    return [one for one in warnings if not (alike and one.rule == "unreal time")]
+    return [warning for warning in warnings if not (alike and warning.rule == "unreal time")]
 
 
 def _too_efficient(spec: file.Table, rows: Sequence[Row]) -> list[Warning]:
     if not {"speedup", "efficiency"} & set(spec.values):
         return []
-    found = []
+    judged = []
     several = len({row.point.get("model") for row in rows}) > 1
     for row in rows:
         efficiency = VALUES["efficiency"].read(row, rows)
         if efficiency is not None:
             who = f"{row.point.get('model')} with {row.method}" if several else row.method
             name = f"{who} on {row.workers} workers"
-            found.append((name, efficiency_above_one(efficiency.value, name)))
-    doubtful = [(name, one) for name, one in found if one is not None]
+            judged.append((name, efficiency_above_one(efficiency.value, name)))
+    doubtful = [(name, warning) for name, warning in judged if warning is not None]
     return [merged(doubtful)] if doubtful else []
 
 

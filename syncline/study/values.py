@@ -92,19 +92,19 @@ def _efficiency(row: Row, rows: Sequence[Row]) -> Quantity | None:
 
 def _time_to_ddp(row: Row, rows: Sequence[Row]) -> Quantity | None:
     """Round by round where both were measured side by side."""
-    others = [
-        one
-        for one in rows
-        if one.method == CONTROL and one.stage == row.stage and _place(one, "method") == _place(row, "method")
+    controls = [
+        control
+        for control in rows
+        if (control.method, control.stage) == (CONTROL, row.stage) and _place(control) == _place(row)
     ]
-    if not others or not row.seconds or len(others[0].seconds) != len(row.seconds):
+    if not controls or not row.seconds or len(controls[0].seconds) != len(row.seconds):
         return None
-    ratio = paired_ratio(row.seconds, others[0].seconds)
+    ratio = paired_ratio(row.seconds, controls[0].seconds)
     return Quantity(ratio.median, ratio.spread)
 
 
-def _place(row: Row, besides: str) -> dict[str, str]:
-    return {key: str(value) for key, value in row.point.items() if key != besides}
+def _place(row: Row) -> dict[str, str]:
+    return {key: str(value) for key, value in row.point.items() if key != "method"}
 
 
 def _figure(name: str) -> Callable[[Row, Sequence[Row]], Quantity | None]:
@@ -155,8 +155,8 @@ def _gradient_bandwidth(row: Row, _: Sequence[Row]) -> Quantity | None:
 
 
 def _bus_bandwidth(row: Row, rows: Sequence[Row]) -> Quantity | None:
-    one = _gradient_bandwidth(row, rows)
-    return None if one is None else Quantity(one.value * 2 * (row.workers - 1) / row.workers)
+    algorithm = _gradient_bandwidth(row, rows)
+    return None if algorithm is None else Quantity(algorithm.value * 2 * (row.workers - 1) / row.workers)
 
 
 def _gflops(row: Row, _: Sequence[Row]) -> Quantity | None:

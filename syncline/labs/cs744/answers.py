@@ -98,16 +98,16 @@ def _certified(rows: Rows) -> str:
 
 def weak_and_strong(rows: Rows, others: Mapping[str, Rows]) -> str:
     """How far does it scale, at one batch per worker and at one global batch?"""
-    told = []
-    for name, these in (("one batch per worker (weak)", rows), *((f"{stage}", one) for stage, one in others.items())):
+    results = []
+    for name, these in (("one batch per worker (weak)", rows), *others.items()):
         scaled = [row for row in these if row.workers > 1 and row.method != BASELINE and row.seconds]
         most = max((row.workers for row in scaled), default=0)
         top = [(read("efficiency", row, these), row) for row in scaled if row.workers == most]
         known = [(efficiency, row) for efficiency, row in top if efficiency is not None]
         if known:
             value, row = max(known, key=lambda pair: pair[0])
-            told.append(f"at {name.replace('strong', 'one global batch (strong)')}: {value:.0%} with {row.method}")
-    if not told:
+            results.append(f"at {name.replace('strong', 'one global batch (strong)')}: {value:.0%} with {row.method}")
+    if not results:
         return missing("scaling against one worker")
     most = max(row.workers for row in rows)
-    return f"Best efficiency on {most} workers {'; '.join(told)}."
+    return f"Best efficiency on {most} workers {'; '.join(results)}."

@@ -33,31 +33,32 @@ class _Reached:
 
 def _reached(rows: Rows) -> list[_Reached]:
     """For each model, the row on the most nodes, the most efficient first; all on the same number of nodes."""
-    found = []
+    results = []
     for row in rows:
         base = baseline_of(row, rows)
         speedup, efficiency = (read(name, row, rows) for name in ("speedup", "efficiency"))
         if base is not None and speedup is not None and efficiency is not None and row.method != BASELINE:
-            found.append(_Reached(row, row.workers // base.workers, speedup, efficiency))
-    models = {one.name for one in found}
-    shared = [n for n in {one.nodes for one in found} if {one.name for one in found if one.nodes == n} == models]
+            results.append(_Reached(row, row.workers // base.workers, speedup, efficiency))
+    models = {result.name for result in results}
+    sizes = {result.nodes for result in results}
+    shared = [n for n in sizes if {result.name for result in results if result.nodes == n} == models]
     most = max(shared, default=1)
     best: dict[str, _Reached] = {}
-    for one in found:
-        if one.nodes == most > 1 and (one.name not in best or one.efficiency > best[one.name].efficiency):
-            best[one.name] = one
-    return sorted(best.values(), key=lambda one: -one.efficiency)
+    for result in results:
+        if result.nodes == most > 1 and (result.name not in best or result.efficiency > best[result.name].efficiency):
+            best[result.name] = result
+    return sorted(best.values(), key=lambda result: -result.efficiency)
 
 
 def scales_best(rows: Rows, _: Mapping[str, Rows]) -> str:
     """Which model scales best, and whether bytes against operations explain it."""
-    found = _reached(rows)
-    if len(found) < 2:
+    results = _reached(rows)
+    if len(results) < 2:
         return missing("two models on several nodes")
-    first, last = found[0], found[-1]
-    equal = [one.name for one in found[1:] if first.efficiency - one.efficiency < TIE]
-    if len(equal) == len(found) - 1:
-        text = f"On {first.nodes} nodes no model scales better than another: {_shares(found)}."
+    first, last = results[0], results[-1]
+    equal = [result.name for result in results[1:] if first.efficiency - result.efficiency < TIE]
+    if len(equal) == len(results) - 1:
+        text = f"On {first.nodes} nodes no model scales better than another: {_shares(results)}."
     else:
         also = f" (no measurable difference from {listed(equal)})" if equal else ""
         text = (
@@ -65,22 +66,22 @@ def scales_best(rows: Rows, _: Mapping[str, Rows]) -> str:
             f"efficiency of {first.efficiency:.0%}; {last.name} reaches {last.speedup:.2f} times, "
             f"{last.efficiency:.0%}."
         )
-    return f"{text} {_why(found)}"
+    return f"{text} {_why(results)}"
 
 
 def bytes_against_flops(rows: Rows, _: Mapping[str, Rows]) -> str:
     """Does what a model sends for each operation explain how it scales?"""
-    found = _reached(rows)
-    return _why(found) if len(found) > 1 else missing("two models on several nodes")
+    results = _reached(rows)
+    return _why(results) if len(results) > 1 else missing("two models on several nodes")
 
 
-def _why(found: Sequence[_Reached]) -> str:
+def _why(results: Sequence[_Reached]) -> str:
     """Compares the order of efficiencies with that of bytes for each operation; says so where they disagree."""
-    by_flops = {one.name: read("bytes_per_gflop", one.row) for one in found}
+    by_flops = {result.name: read("bytes_per_gflop", result.row) for result in results}
     sent = {name: value for name, value in by_flops.items() if value is not None}
-    if len(sent) < len(found):
+    if len(sent) < len(results):
         return "How much the models send per operation is not known."
-    clear = [(a, b) for a, b in combinations(found, 2) if a.efficiency - b.efficiency >= TIE]
+    clear = [(a, b) for a, b in combinations(results, 2) if a.efficiency - b.efficiency >= TIE]
     if not clear:
         return f"Bytes of gradients per GFLOP do not separate them here: {_listed(sent)}."
     against = [(a, b) for a, b in clear if sent[a.name] >= sent[b.name]]
@@ -100,7 +101,7 @@ def _why(found: Sequence[_Reached]) -> str:
 
 def _by_time(clear: Sequence[tuple[_Reached, _Reached]]) -> str:
     """Operations are not all equally fast: the time that a node computes is what an exchange can hide behind."""
-    asked = {one.name: read("asked_rate", one.row) for pair in clear for one in pair}
+    asked = {result.name: read("asked_rate", result.row) for pair in clear for result in pair}
     rates = {name: rate for name, rate in asked.items() if rate is not None}
     if len(rates) < len(asked) or any(rates[a.name] >= rates[b.name] for a, b in clear):
         return ""
@@ -110,38 +111,39 @@ def _by_time(clear: Sequence[tuple[_Reached, _Reached]]) -> str:
 
 def scaling_by_model(rows: Rows, others: Mapping[str, Rows]) -> str:
     """How far each model scales, at one batch per node and at one global batch."""
-    told: dict[str, list[str]] = {}
+    by_model: dict[str, list[str]] = {}
     stages = [("at one batch per node (weak)", rows)]
-    stages += [("at one global batch (strong)", one) for one in others.values()]
-    for kind, these in stages:
-        for one in _reached(these):
-            gain = "" if one.speedup > 1 else ", which does not pay off"
-            words = f"{one.speedup:.2f} times one node on {one.nodes} nodes {kind}, {one.efficiency:.0%}{gain}"
-            told.setdefault(one.name, []).append(words)
-    if not told:
+    stages += [("at one global batch (strong)", stage_rows) for stage_rows in others.values()]
+    for kind, stage_rows in stages:
+        for result in _reached(stage_rows):
+            gain = "" if result.speedup > 1 else ", which does not pay off"
+            reached = f"{result.speedup:.2f} times one node on {result.nodes} nodes"
+            words = f"{reached} {kind}, {result.efficiency:.0%}{gain}"
+            by_model.setdefault(result.name, []).append(words)
+    if not by_model:
         return missing("scaling against one node")
-    return "\n".join(f"{name}: {'; '.join(words)}." for name, words in told.items())
+    return "\n".join(f"{name}: {'; '.join(words)}." for name, words in by_model.items())
 
 
 def laws(rows: Rows, others: Mapping[str, Rows]) -> str:
     """What Amdahl (first stage, strong) and Gustafson (second, weak) make of it."""
-    told = _law("amdahl", rows)
+    sentences = _law("amdahl", rows)
     for these in others.values():
-        told += _law("gustafson", these)
-    return "\n".join(told) or missing("scaling on two sizes beside one node")
+        sentences += _law("gustafson", these)
+    return "\n".join(sentences) or missing("scaling on two sizes beside one node")
 
 
 def _law(law: Law, rows: Rows) -> list[str]:
-    told = []
-    for one in _reached(rows):
-        fit = fit_rows(law, one.row, rows)
+    sentences = []
+    for result in _reached(rows):
+        fit = fit_rows(law, result.row, rows)
         if fit is not None:
-            told.append(f"{NAMES[law]}, {one.name}: {describe(fit)}.")
-    return told
+            sentences.append(f"{NAMES[law]}, {result.name}: {describe(fit)}.")
+    return sentences
 
 
-def _shares(found: Sequence[_Reached]) -> str:
-    return ", ".join(f"{one.name} {one.efficiency:.0%}" for one in found)
+def _shares(results: Sequence[_Reached]) -> str:
+    return ", ".join(f"{result.name} {result.efficiency:.0%}" for result in results)
 
 
 def _listed(sent: Mapping[str, float]) -> str:

@@ -11,13 +11,13 @@ from syncline.units import format_seconds
 
 def overlap(rows: Rows, _: Mapping[str, Rows]) -> str:
     """What sending during backward saves, against sending the same buckets after it."""
-    told = []
+    sentences = []
     for off in (row for row in rows if row.point.get("options.overlap") is False and row.seconds):
         for on in (row for row in rows if row.point.get("options.overlap") is True and row.seconds):
             alike = ("method", "model", "workers", "backend")
             if all(on.point.get(key) == off.point.get(key) for key in alike):
-                told.append(_gain(on, off))
-    return " ".join(told) or missing("a method with and without overlap")
+                sentences.append(_gain(on, off))
+    return " ".join(sentences) or missing("a method with and without overlap")
 
 
 def _gain(on: Row, off: Row) -> str:
@@ -35,12 +35,12 @@ def _gain(on: Row, off: Row) -> str:
 
 def skipped_synchronisation(rows: Rows, _: Mapping[str, Rows]) -> str:
     """Time per sample and what was learnt, by how many backward passes share one synchronisation."""
-    found = sorted(
+    measured = sorted(
         (row for row in rows if "accumulate" in row.point and row.seconds), key=lambda r: r.point["accumulate"]
     )
-    if len(found) < 2:
+    if len(measured) < 2:
         return missing("synchronising less often")
-    first, last = found[0], found[-1]
+    first, last = measured[0], measured[-1]
     faster = throughput(last) / throughput(first)
     text = (
         f"Synchronising once in {last.point['accumulate']} backward passes instead of once in "

@@ -22,14 +22,14 @@ def replicas_or_processes(rows: Rows, _: Mapping[str, Rows]) -> str:
     """Which is faster, at each batch size, and in which part of the step the difference lies."""
     workers = _own_cores([row for row in rows if row.workers > 1])
     pairs = [
-        (one, other)
-        for one in rows
-        for other in rows
-        if (one.method, other.method) == (REPLICAS, PROCESSES)
-        and one.workers == other.workers == workers
-        and _batch(one) == _batch(other)
-        and one.seconds
-        and other.seconds
+        (replicas, processes)
+        for replicas in rows
+        for processes in rows
+        if (replicas.method, processes.method) == (REPLICAS, PROCESSES)
+        and replicas.workers == processes.workers == workers
+        and _batch(replicas) == _batch(processes)
+        and replicas.seconds
+        and processes.seconds
     ]
     if not pairs:
         return missing(f"{REPLICAS} beside {PROCESSES} on several workers")
@@ -49,7 +49,7 @@ def _own_cores(rows: Rows) -> int:
 
 def _verdicts(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
     """One for each outcome, with all batch sizes that it holds for."""
-    found: dict[str, list[str]] = {}
+    by_outcome: dict[str, list[str]] = {}
     for replicas, processes in pairs:
         ratio = step_time(replicas) / step_time(processes)
         outcome = f"{PROCESSES} is faster" if ratio > 1 else f"{REPLICAS} is faster"
@@ -58,8 +58,8 @@ def _verdicts(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
             outcome = "this run shows no difference"
         else:
             times += f": {max(ratio, 1 / ratio):.2f} times as long"
-        found.setdefault(outcome, []).append(f"at {_batch(replicas)} samples per worker ({times})")
-    return [f"{outcome} {' and '.join(where)}" for outcome, where in found.items()]
+        by_outcome.setdefault(outcome, []).append(f"at {_batch(replicas)} samples per worker ({times})")
+    return [f"{outcome} {' and '.join(where)}" for outcome, where in by_outcome.items()]
 
 
 def _why(replicas: Row, processes: Row) -> str:
@@ -103,12 +103,12 @@ def data_loading(rows: Rows, _: Mapping[str, Rows]) -> str:
 
 def epoch_by_batch(rows: Rows, others: Mapping[str, Rows]) -> str:
     """At which batch size an epoch is shortest, for each method; and where the memory ends."""
-    told = []
+    sentences = []
     for method in dict.fromkeys(row.method for row in rows):
         own = [row for row in rows if row.method == method and row.seconds]
         if len(own) > 1:
-            told.append(_shortest(method, own))
-    text = " ".join(told) or missing("an epoch at several batch sizes")
+            sentences.append(_shortest(method, own))
+    text = " ".join(sentences) or missing("an epoch at several batch sizes")
     return f"{text} {_memory([row for rows in others.values() for row in rows])}".strip()
 
 
@@ -144,12 +144,12 @@ def _memory(rows: Rows) -> str:
 def kind_of_scaling(rows: Rows, others: Mapping[str, Rows]) -> str:
     """Whether the batch per worker or the global batch stayed the same in each stage, and what that gave."""
     stages = (rows, *others.values())
-    told = [one for these in stages if (one := _scaling(these)) is not None]
-    if not told:
+    sentences = [sentence for these in stages if (sentence := _scaling(these)) is not None]
+    if not sentences:
         return missing("scaling against one worker")
     if any(row.stretched for these in stages for row in these):
-        told.append("Some of these workers shared cores, so their speed-up says little about the method.")
-    return " ".join(told)
+        sentences.append("Some of these workers shared cores, so their speed-up says little about the method.")
+    return " ".join(sentences)
 
 
 def _scaling(rows: Rows) -> str | None:
@@ -178,7 +178,7 @@ def link_use(rows: Rows, _: Mapping[str, Rows]) -> str:
     used = [(row, rate, row.figures["link_bytes_per_s"]) for row, rate in moved if "link_bytes_per_s" in row.figures]
     if not used:
         return missing("the link beside the all-reduce")
-    row, rate, link = max(used, key=lambda one: one[1] / one[2])
+    row, rate, link = max(used, key=lambda case: case[1] / case[2])
     text = (
         f"At most {rate / link:.0%}: {row.method} on {row.workers} workers at {_batch(row)} per worker moves "
         f"{rate / 1e9:.3g} GB/s of the {link / 1e9:.3g} GB/s that the link carries"
@@ -186,7 +186,7 @@ def link_use(rows: Rows, _: Mapping[str, Rows]) -> str:
     alone = read("of_probe", row)
     if alone is not None:
         text += f", {alone:.0%} of what an all-reduce reaches while nothing computes"
-    shared = [rate for one, rate in moved if one.method == "shared-memory" and one.workers == row.workers]
+    shared = [rate for other, rate in moved if (other.method, other.workers) == ("shared-memory", row.workers)]
     return f"{text}. shared-memory moves {max(shared) / 1e9:.3g} GB/s." if shared else f"{text}."
 
 
@@ -204,11 +204,11 @@ def remedies(rows: Rows, _: Mapping[str, Rows]) -> str:
     plain, *remedied = large
     count = len(reference.figures["epochs"])
     lost = _accuracy(reference) - _accuracy(plain)
-    text = f"After {count} epochs {_told(reference)}, {_told(plain)}. "
+    text = f"After {count} epochs {_outcome(reference)}, {_outcome(plain)}. "
     if lost <= _doubt(reference, plain):
         return f"{text}The large batch loses nothing that this test set can show, so there is nothing to remedy."
     best = max(remedied, key=_accuracy)
-    text += f"With remedies: {'; '.join(_told(row) for row in remedied)}. "
+    text += f"With remedies: {'; '.join(_outcome(row) for row in remedied)}. "
     won = _accuracy(best) - _accuracy(plain)
     if won <= _doubt(best, plain):
         return f"{text}They do not help here."
@@ -216,7 +216,7 @@ def remedies(rows: Rows, _: Mapping[str, Rows]) -> str:
     return f"{text}The best of them, {best.point['variant']}, recovers {gain}. Each ran with one seed."
 
 
-def _told(row: Row) -> str:
+def _outcome(row: Row) -> str:
     last = row.figures["epochs"][-1]
     return f"{row.point['variant']} has training loss {last['train_loss']:.3f} and test accuracy {_accuracy(row):.1%}"
 
@@ -225,10 +225,10 @@ def _accuracy(row: Row) -> float:
     return float(row.figures["epochs"][-1]["test_accuracy"])
 
 
-def _doubt(one: Row, other: Row) -> float:
+def _doubt(first: Row, second: Row) -> float:
     """Two standard errors of a difference of accuracies, from the number of test samples."""
     variance = 0.0
-    for row in (one, other):
+    for row in (first, second):
         right, share = row.figures["epochs"][-1].get("test_correct"), _accuracy(row)
         if right and share:
             variance += share * (1 - share) / (right / share)
@@ -238,15 +238,15 @@ def _doubt(one: Row, other: Row) -> float:
 def set_epoch(rows: Rows, _: Mapping[str, Rows]) -> str:
     """What a rank gets from epoch to epoch, with and without set_epoch."""
     by_name = {str(row.point.get("sampler")): row.figures for row in rows if "same_batches" in row.figures}
-    untold, told = by_name.get("DistributedSampler"), by_name.get("DistributedSampler, set_epoch")
-    if untold is None or told is None:
+    without_epoch, with_epoch = by_name.get("DistributedSampler"), by_name.get("DistributedSampler, set_epoch")
+    if without_epoch is None or with_epoch is None:
         return missing("a sampler with and without set_epoch")
-    if untold["same_batches"] < 1:
-        return f"Nothing here: without set_epoch only {untold['same_batches']:.0%} of a rank's batches repeat."
+    if without_epoch["same_batches"] < 1:
+        return f"Nothing here: without set_epoch only {without_epoch['same_batches']:.0%} of a rank's batches repeat."
     text = (
         "Without set_epoch every epoch repeats the first: a rank gets the same batches again and sees only "
-        f"{untold['seen']:.0%} of the training set in all its epochs. With set_epoch {told['same_batches']:.0%} of "
-        f"its batches repeat, and it sees {told['seen']:.0%}"
+        f"{without_epoch['seen']:.0%} of the training set in all its epochs. With set_epoch "
+        f"{with_epoch['same_batches']:.0%} of its batches repeat, and it sees {with_epoch['seen']:.0%}"
     )
     own = by_name.get("Syncline")
     if own is not None and own["same_batches"] < 1:
@@ -257,19 +257,19 @@ def set_epoch(rows: Rows, _: Mapping[str, Rows]) -> str:
 
 def what_travels(rows: Rows, _: Mapping[str, Rows]) -> str:
     """Bytes of a step by batch-norm policy, beside the gradients."""
-    found = {
+    by_policy = {
         row.point["batch_norm"]: row.figures
         for row in rows
         if "start_bytes" in row.figures and (row.point.get("start"), row.point.get("classes")) == ("same", "all")
     }
-    if not found:
+    if not by_policy:
         return missing("the bytes of a step")
-    first = next(iter(found.values()))
+    first = next(iter(by_policy.values()))
     text = (
         f"Before the first step rank 0 sends {format_bytes(first['start_bytes'])}, all its weights and buffers; each "
         f"step then sends {format_bytes(first['gradient_bytes'])} of gradients, and"
     )
-    return f"{text} {'; '.join(_besides(policy, figures) for policy, figures in found.items())}."
+    return f"{text} {'; '.join(_besides(policy, figures) for policy, figures in by_policy.items())}."
 
 
 def _besides(policy: str, figures: Mapping[str, Any]) -> str:
@@ -279,27 +279,28 @@ def _besides(policy: str, figures: Mapping[str, Any]) -> str:
 
 def only_gradients(rows: Rows, _: Mapping[str, Rows]) -> str:
     """Where ranks drift apart although every gradient is averaged."""
-    found = [row for row in rows if "weights_apart" in row.figures]
-    local = [row for row in found if row.point["batch_norm"] == "local"]
+    measured = [row for row in rows if "weights_apart" in row.figures]
+    local = [row for row in measured if row.point["batch_norm"] == "local"]
     start = next((row for row in local if row.point["start"] == "different"), None)
     same = next((row for row in local if (row.point["start"], row.point["classes"]) == ("same", "all")), None)
     if start is None or same is None:
         return missing("training that sends gradients only")
-    told = []
+    sentences = []
     if start.figures["weights_apart"] > 0:
-        told.append(
+        sentences.append(
             f"Ranks that start from different weights stay {start.figures['weights_apart']:.0%} apart and end as two "
             f"models (accuracy {start.figures['accuracy_0']:.1%} and {start.figures['accuracy_1']:.1%})"
         )
     if same.figures["weights_apart"] == 0 and same.figures["means_apart"] > 0:
-        told.append(
+        sentences.append(
             "from the same start, weights stay bitwise equal, but the running means of batch norm drift "
             f"{same.figures['means_apart']:.1%} apart{_half(local, same)}"
         )
-    whole = next((row for row in found if row.point["batch_norm"] == "sync" and row.point["start"] == "same"), None)
-    if told and whole is not None and whole.figures["means_apart"] == 0:
-        told.append("with statistics of the global batch (sync), nothing drifts")
-    return f"{'; '.join(told)}." if told else "Nothing drifted apart in this run."
+    synced = [row for row in measured if row.point["batch_norm"] == "sync"]
+    whole = next((row for row in synced if row.point["start"] == "same"), None)
+    if sentences and whole is not None and whole.figures["means_apart"] == 0:
+        sentences.append("with statistics of the global batch (sync), nothing drifts")
+    return f"{'; '.join(sentences)}." if sentences else "Nothing drifted apart in this run."
 
 
 def _half(local: Rows, same: Row) -> str:

@@ -114,7 +114,8 @@ def _row(case: Case, own: Outcome, communicator: Communicator) -> dict[str, Any]
     figures["messages"] = sum(own.sent.get(kind, (0, 0))[0] for kind in KINDS)
     figures["start_bytes"] = own.sent.get("start", (0, 0))[1]
     figures |= {"weights_apart": distance(*weights), "means_apart": distance(*means)}
-    return {"point": point, **figures, **{f"accuracy_{number}": one for number, one in enumerate(own.accuracies)}}
+    figures |= {f"accuracy_{number}": accuracy for number, accuracy in enumerate(own.accuracies)}
+    return {"point": point, **figures}
 
 
 def live(communicator: Communicator, log: EventLog, case: Case, about: Experiment) -> Outcome:
@@ -133,7 +134,8 @@ def live(communicator: Communicator, log: EventLog, case: Case, about: Experimen
         log.step = step
         train_step(worker, shard(case, about.images, communicator.rank, step, about.batch))
     sent = traffic(log, model, about.steps - 1)
-    accuracies = [one.score_sum / one.num_samples for one in evaluate_per_rank(model, batches, communicator)]
+    evaluated = evaluate_per_rank(model, batches, communicator)
+    accuracies = [result.score_sum / result.num_samples for result in evaluated]
     means = [tensor for name, tensor in model.named_buffers() if name.endswith("running_mean")]
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     sync.detach()
@@ -151,21 +153,21 @@ def shard(case: Case, images: ImageSet, rank: int, step: int, batch: int) -> Sha
 
 def traffic(log: EventLog, model: nn.Module, step: int) -> dict[str, tuple[int, int]]:
     buffers = {name for name, _ in model.named_buffers()}
-    found: dict[str, tuple[int, int]] = {}
+    sent: dict[str, tuple[int, int]] = {}
     for record in log.records:
         if record["kind"] != "collective" or record["step"] not in (BEFORE, step):
             continue
         label = record["label"]
         kind = "statistics" if "statistics of" in label else "buffers" if label in buffers else "gradients"
         kind = "start" if record["step"] == BEFORE else kind
-        count, size = found.get(kind, (0, 0))
-        found[kind] = (count + 1, size + record["bytes"])
-    return found
+        count, size = sent.get(kind, (0, 0))
+        sent[kind] = (count + 1, size + record["bytes"])
+    return sent
 
 
-def distance(one: Tensor, other: Tensor) -> float:
+def distance(first: Tensor, second: Tensor) -> float:
     """Length of the difference over length; 0 only where they are equal to the bit."""
-    return 0.0 if torch.equal(one, other) else float((one - other).norm() / one.norm())
+    return 0.0 if torch.equal(first, second) else float((first - second).norm() / first.norm())
 
 
 def epochs_of_samplers(rank: Any) -> list[dict[str, Any]]:
@@ -173,10 +175,10 @@ def epochs_of_samplers(rank: Any) -> list[dict[str, Any]]:
     communicator, batch = rank.communicator, max(1, rank.plan.global_batch // rank.communicator.world_size)
     rows = []
     for name, order in orders(communicator.rank, communicator.world_size, rank.plan.seed, rank.plan.global_batch):
-        found = compare_epochs([order(epoch) for epoch in range(EPOCHS)], batch, SAMPLES)
-        parts: list[Tensor] = communicator.all_gather(torch.tensor(list(found.values())), label=f"epochs of {name}")
+        figures = compare_epochs([order(epoch) for epoch in range(EPOCHS)], batch, SAMPLES)
+        parts: list[Tensor] = communicator.all_gather(torch.tensor(list(figures.values())), label=f"epochs of {name}")
         means = torch.stack(parts).mean(0).tolist()
-        rows.append({"point": {"sampler": name, "method": name}, **dict(zip(found, means, strict=True))})
+        rows.append({"point": {"sampler": name, "method": name}, **dict(zip(figures, means, strict=True))})
     return rows
 
 
@@ -184,14 +186,14 @@ def orders(rank: int, world_size: int, seed: int, global_batch: int) -> list[tup
     def make() -> DistributedSampler[int]:
         return DistributedSampler(range(SAMPLES), world_size, rank, seed=seed % 2**31)  # type: ignore[arg-type]
 
-    left_alone, told = make(), make()
+    unaware, aware = make(), make()
 
     def without_set_epoch(_: int) -> list[int]:
-        return list(left_alone)
+        return list(unaware)
 
     def with_set_epoch(epoch: int) -> list[int]:
-        told.set_epoch(epoch)
-        return list(told)
+        aware.set_epoch(epoch)
+        return list(aware)
 
     def sharded(epoch: int) -> list[int]:
         sharding = Sharding(SAMPLES, global_batch, seed, rank, world_size)
@@ -207,8 +209,8 @@ def orders(rank: int, world_size: int, seed: int, global_batch: int) -> list[tup
 def compare_epochs(epochs: Sequence[Sequence[int]], batch: int, num_samples: int) -> dict[str, float]:
     """Of one rank: batches and samples that are those of the epoch before, and how much of the set it saw in all."""
     pairs = list(itertools.pairwise(epochs))
-    same_batches = [_same(_batches(one, batch), _batches(other, batch)) for one, other in pairs]
-    same_shard = [len(set(one) & set(other)) / len(set(one)) for one, other in pairs]
+    same_batches = [_same(_batches(before, batch), _batches(after, batch)) for before, after in pairs]
+    same_shard = [len(set(before) & set(after)) / len(set(before)) for before, after in pairs]
     return {
         "same_batches": sum(same_batches) / len(pairs),
         "same_shard": sum(same_shard) / len(pairs),
@@ -220,5 +222,5 @@ def _batches(order: Sequence[int], batch: int) -> list[tuple[int, ...]]:
     return [tuple(order[start : start + batch]) for start in range(0, len(order), batch)]
 
 
-def _same(one: Sequence[Any], other: Sequence[Any]) -> float:
-    return sum(bool(a == b) for a, b in zip(one, other, strict=False)) / len(one)
+def _same(before: Sequence[Any], after: Sequence[Any]) -> float:
+    return sum(bool(a == b) for a, b in zip(before, after, strict=False)) / len(before)
