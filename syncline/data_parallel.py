@@ -30,7 +30,7 @@ from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.comm.torch_backend import adopt, connect
 from syncline.errors import PlanError, UsageError
 from syncline.launcher.adopt import placement_from_environment
-from syncline.launcher.adopt.meeting import find_meeting
+from syncline.launcher.route import find_meeting
 from syncline.methods import METHODS, BatchNorm, Collective, TransferDtype, Unused, current_name, method_of
 from syncline.plan import parse_plan
 from syncline.resolve import choose_method

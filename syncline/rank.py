@@ -18,7 +18,7 @@ from syncline.comm.torch_backend import connect
 from syncline.errors import PlanError
 from syncline.launcher import watch
 from syncline.launcher.adopt import Placement, placement_from_environment
-from syncline.launcher.adopt.meeting import find_meeting
+from syncline.launcher.route import find_meeting
 from syncline.machine import keep_freed_memory
 from syncline.plan import Plan
 from syncline.spans import EventLog

@@ -21,7 +21,7 @@ from syncline.store import RunFolder, create_run
 from syncline.voice import Voice
 
 if TYPE_CHECKING:
-    from syncline.launcher.emulation.honesty import LinkCheck
+    from syncline.launcher.emulation.link_check import LinkCheck
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,8 @@ def between_nodes(node_rank: str, nodes: str, wait_s: str, folder: str) -> None:
     """This host's findings of `syncline doctor --nodes`, as JSON."""
     from dataclasses import asdict
 
-    from syncline.launcher.doctor.between_nodes import Group, examine_nodes, examine_way
-    from syncline.launcher.nodes.route import find_route
+    from syncline.launcher.doctor import Group, examine_nodes, examine_way
+    from syncline.launcher.route import find_route
 
     route = find_route(f"host0:{PORT}")
     findings = examine_nodes(route, Group(int(nodes), int(node_rank), float(wait_s)), Path(folder))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from syncline.launcher.emulation.honesty import LinkCheck
+from syncline.launcher.emulation.link_check import LinkCheck
 from syncline.marks import ON_LINKS, ON_LOOPBACK, REPLAYED, STRETCHED, Mark, marks_of
 from syncline.plan import Plan
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from syncline.launcher.emulation.honesty import estimated_bytes
+from syncline.machine import estimated_bytes
 from syncline.marks import ON_LINKS, ON_LOOPBACK, REPLAYED, Mark
 from syncline.measure.fits import describe, fit_law
 from syncline.plan import load_plan

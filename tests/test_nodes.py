@@ -31,11 +31,12 @@ from syncline.errors import (
     SynclineError,
     UsageError,
 )
+from syncline.launcher import route
 from syncline.launcher.adopt import placement_from_environment
-from syncline.launcher.nodes import Node, coordinator, route
+from syncline.launcher.nodes import Node, coordinator
 from syncline.launcher.nodes.coordinator import Coordinator, Limits
 from syncline.launcher.nodes.membership import Membership
-from syncline.launcher.nodes.route import Route, find_route, parse_rendezvous
+from syncline.launcher.route import Route, find_route, parse_rendezvous
 from syncline.launcher.starting import listening
 from syncline.launcher.wire import Connection
 from syncline.spans import read_log

@@ -13,8 +13,8 @@ from test_mpi import MPICH, OPEN_MPI, needs_mpi
 
 from syncline.errors import UsageError
 from syncline.launcher.adopt import Placement, expand_hosts, expand_tasks, placement_from_environment
-from syncline.launcher.adopt.meeting import Meeting, find_meeting
 from syncline.launcher.mpi import mpiexec_command
+from syncline.launcher.route import Meeting, find_meeting
 from syncline.launcher.starting import listening
 from syncline.plan import Plan
 

@@ -35,7 +35,7 @@ from syncline.comm.shared_memory import Barrier, Segment, check_one_host, count_
 from syncline.comm.threads import run_threads
 from syncline.comm.torch_backend import adopt
 from syncline.errors import CommunicationError, DeadlineError, PlanError, RankFailed
-from syncline.launcher.here.fork_server import start_fork_server
+from syncline.launcher.starting import start_fork_server
 from syncline.resolve import choose_method
 from syncline.spans import EventLog
 from syncline.sync import make_sync

@@ -27,9 +27,15 @@ def doctor(
 
     Each line says ok, warn or fail, and what to do. Exit code 1 if anything fails.
     """
-    from syncline.launcher.doctor import Finding, examine_machine, examine_system
-    from syncline.launcher.doctor.between_nodes import check_group, examine_nodes, examine_way
-    from syncline.launcher.nodes.route import find_route
+    from syncline.launcher.doctor import (
+        Finding,
+        check_group,
+        examine_machine,
+        examine_nodes,
+        examine_system,
+        examine_way,
+    )
+    from syncline.launcher.route import find_route
 
     group = check_group(nodes, node_rank, wait)
     if group is not None and rendezvous is None:

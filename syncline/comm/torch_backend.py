@@ -15,7 +15,7 @@ from torch import Tensor
 from syncline.comm.communicator import Communicator, Operation, Work
 from syncline.errors import CommunicationError, DeadlineError, PeerLostError
 from syncline.launcher.adopt import Placement
-from syncline.launcher.adopt.meeting import Meeting
+from syncline.launcher.route import Meeting
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

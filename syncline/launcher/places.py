@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.errors import HostError, PlanError
 from syncline.launcher.here import run_ranks
-from syncline.launcher.here.fork_server import start_fork_server
 from syncline.launcher.mpi import run_ranks_mpi
 from syncline.launcher.nodes import JOIN_TIMEOUT_S, JoinedNode, Node, joined
-from syncline.launcher.starting import raise_if_interrupted, signals_noted
+from syncline.launcher.starting import raise_if_interrupted, signals_noted, start_fork_server
+from syncline.machine import check_memory
 from syncline.plan import Plan
 from syncline.units import format_seconds
 from syncline.voice import Voice
@@ -33,7 +33,7 @@ from syncline.words import MODELS
 
 if TYPE_CHECKING:
     from syncline.launcher.emulation import EmulatedCluster, HostProcess
-    from syncline.launcher.emulation.honesty import LinkCheck
+    from syncline.launcher.emulation.link_check import LinkCheck
 
 PRELOAD = ("syncline.worker", "torch._dynamo")
 """What ranks need, loaded once before they are forked; the first optimiser that torch makes needs the second."""
@@ -162,7 +162,7 @@ class EmulatedHosts(Place):
     @contextmanager
     def joined(self, plan: Plan, voice: Voice) -> Iterator[Ranks]:
         from syncline.launcher.emulation import EmulatedCluster, parse_links
-        from syncline.launcher.emulation.honesty import check_memory, measure_links
+        from syncline.launcher.emulation.link_check import measure_links
 
         links = parse_links(plan.link or DEFAULT_LINK, plan.hosts)
         weights = _weights_bytes(plan)

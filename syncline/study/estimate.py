@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from syncline.launcher.emulation.honesty import RANK_BYTES, estimated_bytes
-from syncline.machine import cores, installed_bytes
+from syncline.machine import RANK_BYTES, cores, estimated_bytes, installed_bytes
 from syncline.methods import method_of
 from syncline.plan import Plan
 from syncline.study.cells import Cell

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from syncline.launcher.adopt import Placement, torchrun_variables
-from syncline.launcher.emulation.emulated_cluster import EmulatedCluster
+from syncline.launcher.emulation import EmulatedCluster
 from syncline.launcher.starting import listening, make_store
 
 _PORT = 29500

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from syncline.errors import SynclineError, UsageError
-from syncline.launcher.here.fork_server import start_fork_server
 from syncline.launcher.here.host_ranks import Attempt, Share, make_task, restart_line, run_task
 from syncline.launcher.starting import (
     LOOPBACK,
@@ -27,6 +26,7 @@ from syncline.launcher.starting import (
     make_store,
     packed,
     signals_noted,
+    start_fork_server,
 )
 from syncline.machine import default_threads, oversubscription
 

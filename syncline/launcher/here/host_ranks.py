@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher import watch
 from syncline.launcher.adopt import Placement, is_rank_variable, torchrun_variables
-from syncline.launcher.here.fork_server import main_module_hidden
 from syncline.launcher.outcome import Ending, Patience, forget_outcomes, is_echo, judge, output_files
 from syncline.launcher.rank_life import Task, Terminal, live, take_result
-from syncline.launcher.starting import raise_if_interrupted
+from syncline.launcher.starting import main_module_hidden, raise_if_interrupted
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess

@@ -20,10 +20,17 @@ from typing import Any
 
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher.adopt import HOSTS_VARIABLE
-from syncline.launcher.here.fork_server import start_fork_server, wait_for_fork_server
 from syncline.launcher.here.host_ranks import Share, make_task, run_task
-from syncline.launcher.nodes.route import Route, find_route
-from syncline.launcher.starting import check_numbers, listening, log_folder, packed, signals_noted
+from syncline.launcher.route import Route, find_route
+from syncline.launcher.starting import (
+    check_numbers,
+    listening,
+    log_folder,
+    packed,
+    signals_noted,
+    start_fork_server,
+    wait_for_fork_server,
+)
 
 LONGEST_SILENCE_S = 15.0
 JOIN_TIMEOUT_S = 600.0

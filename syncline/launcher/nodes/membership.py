@@ -19,7 +19,7 @@ from syncline.errors import HostError, SynclineError, UsageError
 from syncline.files import write_atomic
 from syncline.launcher.here.host_ranks import Attempt, restart_line
 from syncline.launcher.nodes.coordinator import BEAT_SECONDS, Coordinator, Limits
-from syncline.launcher.nodes.route import Route, connect
+from syncline.launcher.route import Route, connect
 from syncline.launcher.starting import signal_words
 from syncline.launcher.wire import Connection, Message, NotAFrame, describe, restore
 

@@ -1,5 +1,4 @@
-"""What an emulated cluster is not: whether its links reach their rates here, whether compute has cores of its own,
-whether it fits into memory. Said beside every result."""
+"""Do the links of an emulated cluster reach their rates on this machine? Every result says so if they do not."""
 
 from __future__ import annotations
 
@@ -11,11 +10,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from syncline.errors import UsageError
-from syncline.launcher.emulation.emulated_cluster import EmulatedCluster
+from syncline.launcher.emulation import EmulatedCluster
 from syncline.launcher.emulation.network import host_name
-from syncline.machine import available_bytes
-from syncline.units import format_bit_rate, format_bytes
+from syncline.units import format_bit_rate
 
 REACHED = 0.9
 """The share of its rate that a link must carry; frames and headers alone take 5 % of it."""
@@ -23,18 +20,6 @@ _CHECK_SECONDS = 1.0
 _PATIENCE_SECONDS = 20.0
 _PORT = 29499
 _CHUNK_BYTES = 1 << 18
-_SHARED_BYTES = 580 * 2**20
-"""The launcher, the switch, and what all emulated hosts share: torch, loaded once. This and the next two are fits to
-the sum of PSS of all processes with 2 and 8 hosts, a tiny model and synthetic images: 869 and 1,726 MiB."""
-_HOST_BYTES = 35 * 2**20
-"""An emulated host without its ranks: its first process, its launcher, its fork server."""
-RANK_BYTES = 260 * 2**20
-"""A rank before it has a model: 107 MiB with synthetic images, and the rest of CIFAR-10's bytes."""
-_COPIES_OF_WEIGHTS = 5
-"""Weights, gradients, momentum, their flat buffer, and what is on its way."""
-_COPIES_IN_REPLAY = 4
-"""Gradients, their flat buffer, one piece of memory as large as the largest parameter, and what is on its way;
-measured with ddp and VGG-16, whose largest parameter is three quarters of it."""
 
 
 @dataclass(frozen=True)
@@ -132,25 +117,3 @@ def receiving_rate(connection: socket.socket) -> float:
     if len(middle) < 2:
         return 0.0
     return (middle[-1][1] - middle[0][1]) * 8 / (middle[-1][0] - middle[0][0])
-
-
-def estimated_bytes(*, hosts: int, ranks: int, weights_bytes: float, replayed: bool = False) -> float:
-    """Memory that all ranks, and the hosts if emulated, will take together; activations aside."""
-    copies = _COPIES_IN_REPLAY if replayed else _COPIES_OF_WEIGHTS
-    return _SHARED_BYTES + hosts * _HOST_BYTES + ranks * (RANK_BYTES + copies * weights_bytes)
-
-
-def check_memory(*, hosts: int, ranks: int, weights_bytes: float, replayed: bool = False) -> str:
-    """A sentence on what will be needed; more than there is is refused before anything starts."""
-    needed = estimated_bytes(hosts=hosts, ranks=ranks, weights_bytes=weights_bytes, replayed=replayed)
-    there = available_bytes()
-    if needed > there:
-        raise UsageError(
-            f"{hosts} hosts with {ranks} ranks need about {format_bytes(needed)} of memory; "
-            f"{format_bytes(there)} are available.",
-            action="Use fewer hosts or workers.",
-        )
-    return (
-        f"{hosts} emulated hosts, {ranks} ranks: about {format_bytes(needed)} of {format_bytes(there)} memory, "
-        "activations aside"
-    )

@@ -36,7 +36,7 @@ class Placement:
     """One rank's place. `host_index` counts hosts from 0, as said by the launcher and never guessed from names.
 
     mpiexec and srun give no meeting point: there `master_addr` is empty and `master_port` 0, unless the user set
-    them; meeting.py finds one from the rest.
+    them; `find_meeting` finds one from the rest.
     """
 
     rank: int
