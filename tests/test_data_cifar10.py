@@ -213,7 +213,7 @@ def test_data_dir_comes_before_the_variable(
         assert find_images(name, whole) == ("cifar10", whole.resolve())
         assert find_images(name, None) == ("cifar10", part.resolve())
     assert_same(load_images("cifar10", None), official, num_train=BATCH)
-    assert "because it is at hand" in load_images("auto", whole).source
+    assert "because it is here" in load_images("auto", whole).source
 
 
 @pytest.mark.parametrize("name", ["cifar10", "auto"])

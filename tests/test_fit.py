@@ -55,7 +55,7 @@ def test_last_batch_of_an_epoch_counts_if_the_run_meets_it() -> None:
 def test_so_few_samples_that_no_batch_fits_are_said_to_be_too_few() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3), nn.BatchNorm1d(3))
     plan = Plan(model="my:model", global_batch=3, workers=3)
-    with pytest.raises(PlanError, match=r"Take fewer workers: 4 samples are too few"):
+    with pytest.raises(PlanError, match=r"Use fewer workers: 4 samples are too few"):
         check_fit(plan, model, classification(3, (3, 4, 4)), Sharding(4, 3, 0, 0, 3), 5)
 
 
@@ -91,7 +91,7 @@ def test_own_model_that_cannot_run_on_shapes_alone_is_not_judged() -> None:
 def test_images_too_small_for_a_model_are_refused() -> None:
     task = classification(10, (3, 16, 16))
     model = build_model("vgg11", seed=0, task=task)
-    with pytest.raises(PlanError, match=r"vgg11 cannot take inputs of 3x16x16.*image_size"):
+    with pytest.raises(PlanError, match=r"vgg11 cannot process inputs of 3x16x16.*image_size"):
         check_fit(Plan(model="vgg11"), model, task, Sharding(10, 4, 0), 1)
 
 

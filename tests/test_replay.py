@@ -101,7 +101,7 @@ GOOD = {"forward": [], "backward": [{"parameter": "a", "shape": [1], "seconds": 
         ("replay:compute.json", json.dumps({**GOOD, "format": 2}), ["format 2", "reads up to 1"]),
         ("replay:compute.json", json.dumps({**GOOD, "backward": []}), ["compute.json", "backward"]),
         ("replay:compute.json", json.dumps({**GOOD, "backword": []}), ["compute.json", "'backword'"]),
-        ("replay:compute.json", json.dumps({**GOOD, "backward": GOOD["backward"] * 2}), ["a stands there twice"]),
+        ("replay:compute.json", json.dumps({**GOOD, "backward": GOOD["backward"] * 2}), ["a appears twice"]),
         ("sleep:times.toml", "layers =", ["times.toml", "TOML"]),
         ("sleep:times.toml", "data_ms = 1", ["times.toml", "layers"]),
         ("sleep:times.toml", "[[layers]]\nname='a'", ["times.toml", "no layer has shapes"]),

@@ -31,7 +31,7 @@ def check_fit(plan: Plan, model: nn.Module, task: Task, sharding: Sharding, num_
         cause = _refusal(model, task, ENOUGH)
         if cause:
             size = "x".join(map(str, task.input_shape))
-            raise PlanError(f"model {name} cannot take inputs of {size}: {cause}.", action=_larger(task))
+            raise PlanError(f"model {name} cannot process inputs of {size}: {cause}.", action=_larger(task))
     given = f"global batch {sharding.global_batch} on {sharding.world_size} workers"
     if plan.accumulate > 1:
         given += f" in {plan.accumulate} parts"
@@ -58,8 +58,8 @@ def _next_that_fits(sharding: Sharding, num_steps: int) -> str:
     """The next larger global batch that leaves no worker with one sample; the run is taken to be as long."""
     for batch in range(sharding.global_batch + 1, sharding.num_samples + 1):
         if smallest_shard(replace(sharding, global_batch=batch), num_steps) >= ENOUGH:
-            return f"Take a global batch of {batch}."
-    return f"Take fewer workers: {sharding.num_samples} samples are too few for so many."
+            return f"Use a global batch of {batch}."
+    return f"Use fewer workers: {sharding.num_samples} samples are too few for this many."
 
 
 def _has_batch_norm(model: nn.Module) -> bool:
@@ -114,14 +114,14 @@ def profile(name: str, task: Task | None = None) -> Profile:
     with torch.device("meta"):
         model = build_model(name, seed=0, task=task).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    forward, training, kept = _run(model, task)
+    forward, training, stored_bytes = _run(model, task)
     return Profile(
         name=name,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         gradient_bytes=sum(parameter.numel() * parameter.element_size() for parameter in trained),
         forward_flops=forward // SAMPLES,
         training_flops=training // SAMPLES,
-        activation_bytes=kept // SAMPLES,
+        activation_bytes=stored_bytes // SAMPLES,
         unit=task.unit,
         input_shape=task.input_shape,
         num_classes=task.num_classes,
@@ -131,12 +131,12 @@ def profile(name: str, task: Task | None = None) -> Profile:
 def _run(model: nn.Module, task: Task) -> tuple[int, int, int]:
     """Operations of forward and of both ways, and the bytes that wait for backward."""
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in weights:
-            kept[storage._cdata] = storage  # several layers may keep the same memory
+            storages[storage._cdata] = storage  # several layers may keep the same memory
         return tensor
 
     with (
@@ -149,4 +149,4 @@ def _run(model: nn.Module, task: Task) -> tuple[int, int, int]:
         forward = counter.get_total_flops()
         loss.backward()
         total = counter.get_total_flops()
-    return int(forward), int(total), sum(storage.nbytes() for storage in kept.values())
+    return int(forward), int(total), sum(storage.nbytes() for storage in storages.values())

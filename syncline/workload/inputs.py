@@ -69,7 +69,9 @@ def check_input(plan: Plan) -> None:
     if plan.model in USUAL and texts != (usual.unit == "tokens"):
         kind = "texts" if usual.unit == "tokens" else "images"
         fitting = "text or synthetic" if usual.unit == "tokens" else "cifar10 or synthetic"
-        raise PlanError(f"model {plan.model} reads {kind}, data {plan.data} is not.", action=f"Take data {fitting}.")
+        raise PlanError(
+            f"model {plan.model} reads {kind}, but data {plan.data} is not {kind}.", action=f"Use data {fitting}."
+        )
     if plan.data == "text" and plan.data_dir is None:
         raise PlanError("data text needs a text.", action="Give the file, or a folder of .txt files, as data_dir.")
     useless = {

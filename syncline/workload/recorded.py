@@ -184,7 +184,7 @@ def _stated(values: Mapping[str, Any], path: Path) -> ComputeTimes:
     times = {
         "data_s": stated.data_ms / 1e3,
         "update_s": stated.update_ms / 1e3,
-        "forward": [{"layer": one.name, "seconds": one.forward_ms / 1e3} for one in stated.layers],
+        "forward": [{"layer": layer.name, "seconds": layer.forward_ms / 1e3} for layer in stated.layers],
         "backward": gradients,
         "backward_rest_s": pending_s,
     }
@@ -194,15 +194,16 @@ def _stated(values: Mapping[str, Any], path: Path) -> ComputeTimes:
 def _valid(values: Mapping[str, Any], path: Path) -> ComputeTimes:
     times = _named(ComputeTimes, values, path)
     names = [gradient.parameter for gradient in times.backward]
-    tensors = [(one.shape, one.dtype) for one in times.backward] + [(one.shape, one.dtype) for one in times.buffers]
+    tensors = [(gradient.shape, gradient.dtype) for gradient in times.backward]
+    tensors += [(buffer.shape, buffer.dtype) for buffer in times.buffers]
     for shape, dtype in tensors:
         if dtype not in ITEM_SIZES:
-            raise PlanError(f"{path}: dtype {dtype!r} is not known.", action=f"Take {', '.join(ITEM_SIZES)}.")
+            raise PlanError(f"{path}: unknown dtype {dtype!r}.", action=f"Choose one of {', '.join(ITEM_SIZES)}.")
         if min(shape, default=1) < 1:
             raise PlanError(f"{path}: a shape with {min(shape)} in it cannot be sent.")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise PlanError(f"{path}: {twice} stands there twice.", action="Give each layer a name of its own.")
+        raise PlanError(f"{path}: {twice} appears twice.", action="Give each layer a name of its own.")
     return times
 
 

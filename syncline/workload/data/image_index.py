@@ -59,11 +59,11 @@ def update_index(kind: str, folder: Path, cache: Path, *, progress: Progress | N
     place = index_place(kind, folder, cache)
     known = load(place)
     stamps = _stamps(listing)
-    found, changed = _still_true(known, listing, stamps)
+    findings, changed = _still_true(known, listing, stamps)
     started = time.monotonic()
-    _check(listing, changed, found, progress)
+    _check(listing, changed, findings, progress)
     seconds = time.monotonic() - started
-    checked = Checked(listing, stamps, found)
+    checked = Checked(listing, stamps, findings)
     index = _usable(checked)
     if known is None or not _is_same(known, checked):
         save(place, checked)
@@ -102,9 +102,9 @@ def _still_true(
     known: Checked | None, listing: Listing, stamps: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], list[int]]:
     """What is known of each file, and which files have to be looked at."""
-    found = np.full(len(listing.paths), MISSING, np.uint8)
+    findings = np.full(len(listing.paths), MISSING, np.uint8)
     before = (
-        dict(zip(known.listing.paths, zip(known.stamps.tolist(), known.found.tolist(), strict=True), strict=True))
+        dict(zip(known.listing.paths, zip(known.stamps.tolist(), known.findings.tolist(), strict=True), strict=True))
         if known
         else {}
     )
@@ -112,13 +112,13 @@ def _still_true(
     for index, (path, stamp) in enumerate(zip(listing.paths, stamps.tolist(), strict=True)):
         old_stamp, old_finding = before.get(path, (None, MISSING))
         if stamp == old_stamp:
-            found[index] = old_finding
+            findings[index] = old_finding
         elif stamp[0] >= 0:
             changed.append(index)
-    return found, changed
+    return findings, changed
 
 
-def _check(listing: Listing, changed: list[int], found: npt.NDArray[np.uint8], progress: Progress | None) -> None:
+def _check(listing: Listing, changed: list[int], findings: npt.NDArray[np.uint8], progress: Progress | None) -> None:
     """Decode each once. In threads: Pillow lets others run while it decodes."""
     num_threads = cores()
     shown = time.monotonic()
@@ -135,7 +135,7 @@ def _check(listing: Listing, changed: list[int], found: npt.NDArray[np.uint8], p
             if not checks:
                 return
             index, check = checks.popleft()
-            found[index] = check.result()
+            findings[index] = check.result()
             done += 1
             if progress is not None and (time.monotonic() - shown > SHOW_EVERY_S or done == len(changed)):
                 shown = time.monotonic()
@@ -155,10 +155,10 @@ def look_at(path: Path) -> int:
 
 def _usable(checked: Checked) -> ImageIndex:
     listing = checked.listing
-    good = checked.found == GOOD
+    good = checked.findings == GOOD
     counts = dict(listing.dropped)
     for code, words in FOUND.items():
-        if count := int((checked.found == code).sum()):
+        if count := int((checked.findings == code).sum()):
             counts[words] = count
     train, test = (chosen_files(listing, good & part) for part in (~listing.is_test, listing.is_test))
     if not len(train) or not len(test):
@@ -181,11 +181,11 @@ def _describe(listing: Listing, num_train: int, num_test: int, counts: dict[str,
 
 
 def _is_same(known: Checked, checked: Checked) -> bool:
-    one, other = known.listing, checked.listing
+    before, now = known.listing, checked.listing
     return (
-        list(one.paths) == list(other.paths)
-        and (one.folder, one.class_names, one.dropped) == (other.folder, other.class_names, other.dropped)
-        and np.array_equal(one.labels, other.labels)
-        and np.array_equal(one.is_test, other.is_test)
+        list(before.paths) == list(now.paths)
+        and (before.folder, before.class_names, before.dropped) == (now.folder, now.class_names, now.dropped)
+        and np.array_equal(before.labels, now.labels)
+        and np.array_equal(before.is_test, now.is_test)
         and np.array_equal(known.stamps, checked.stamps)
     )

@@ -85,7 +85,7 @@ def draw_numbers(seed: int, epoch: int, sample: int) -> tuple[list[float], bool]
     """Numbers from 0 to 1 for one sample, and whether to flip."""
     start = mix(mix(mix(word(seed)) + word(epoch)) + word(sample))
     words = mix(np.add(start, np.arange(DRAWS + 1, dtype=np.uint64), dtype=np.uint64))
-    return [int(one >> np.uint64(11)) / 2**53 for one in words[:DRAWS]], bool(words[DRAWS] & np.uint64(1))
+    return [int(word >> np.uint64(11)) / 2**53 for word in words[:DRAWS]], bool(words[DRAWS] & np.uint64(1))
 
 
 def random_box(width: int, height: int, numbers: list[float], crops: Crops) -> Box:

@@ -68,7 +68,7 @@ class Checked:
     listing: Listing
     stamps: npt.NDArray[np.int64]
     """Size in bytes and time of the last change in nanoseconds; -1 where there is no file."""
-    found: npt.NDArray[np.uint8]
+    findings: npt.NDArray[np.uint8]
 
 
 def chosen_files(listing: Listing, chosen: npt.NDArray[np.bool_]) -> Files:
@@ -85,21 +85,21 @@ def index_place(kind: str, folder: Path, cache: Path) -> Path:
 def load(place: Path) -> Checked | None:
     """What was kept, or None: a cache that cannot be read is as good as none."""
     try:
-        with place.open("rb") as file, np.load(file, allow_pickle=False) as kept:
-            about = json.loads(kept["about"].tobytes())
+        with place.open("rb") as file, np.load(file, allow_pickle=False) as cache:
+            about = json.loads(cache["about"].tobytes())
             if about["format"] != FORMAT:
                 return None
-            files = Files(kept["text"].tobytes(), kept["ends"], kept["labels"])
+            files = Files(cache["text"].tobytes(), cache["ends"], cache["labels"])
             listing = Listing(
                 kind=about["kind"],
                 folder=Path(about["folder"]),
                 paths=[files.path(index) for index in range(len(files))],
                 labels=files.labels,
-                is_test=kept["is_test"],
+                is_test=cache["is_test"],
                 class_names=tuple(about["class_names"]),
                 dropped=about["dropped"],
             )
-            return Checked(listing, kept["stamps"], kept["found"])
+            return Checked(listing, cache["stamps"], cache["found"])
     except Exception:
         return None
 
@@ -125,7 +125,7 @@ def save(place: Path, checked: Checked) -> None:
                 labels=files.labels,
                 is_test=listing.is_test,
                 stamps=checked.stamps,
-                found=checked.found,
+                found=checked.findings,
             )
     except OSError as error:
         action = "Free some space, or set XDG_CACHE_HOME to a folder that can be written."

@@ -274,10 +274,11 @@ def _cut_out(request: Request, part: slice) -> Request:
     return replace(request, indices=request.indices[part]) if isinstance(request, Shard) else request[part]
 
 
-def _is_same(one: Request, other: Request) -> bool:
-    if isinstance(one, Shard) and isinstance(other, Shard):
-        return (one.epoch, one.step) == (other.epoch, other.step) and np.array_equal(one.indices, other.indices)
-    return one == other
+def _is_same(announced: Request, asked: Request) -> bool:
+    if isinstance(announced, Shard) and isinstance(asked, Shard):
+        same_step = (announced.epoch, announced.step) == (asked.epoch, asked.step)
+        return same_step and np.array_equal(announced.indices, asked.indices)
+    return announced == asked
 
 
 def _shared_like(tensor: Tensor, num_samples: int) -> Tensor:

@@ -61,7 +61,7 @@ def index_cache() -> Path:
 def choose_images(name: str, data_dir: Path | None, *, progress: Progress | None = None) -> Choice:
     """Decide, and fetch if need be. A folder that the user named is used or refused, never passed over."""
     if name not in DATA_NAMES:
-        raise DataError(f"There is no data set {name!r}.", action=f"Use one of {', '.join(DATA_NAMES)}.")
+        raise DataError(f"unknown data set {name!r}.", action=f"Choose one of {', '.join(DATA_NAMES)}.")
     if name == "synthetic":
         return Choice("synthetic", None)
     if name in KINDS:
@@ -71,13 +71,13 @@ def choose_images(name: str, data_dir: Path | None, *, progress: Progress | None
         return Choice(name, place, update_index(name, place, index_cache(), progress=progress)[1])
     folder = _folder_at_hand(data_dir)
     if folder is not None:
-        return Choice("cifar10", folder, "Chosen because it is at hand." if name == "auto" else "")
+        return Choice("cifar10", folder, "Chosen because it is here." if name == "auto" else "")
     if name == "cifar10":
         return Choice("cifar10", fetch_cifar10(user_cache(), progress=progress).resolve())
     try:
         folder = fetch_cifar10(user_cache(), progress=progress, time_limit_s=AUTO_TIME_LIMIT_S)
     except DataError as error:
-        return Choice("synthetic", None, f"Chosen because CIFAR-10 is not at hand: {error.message}")
+        return Choice("synthetic", None, f"Chosen because CIFAR-10 is not here: {error.message}")
     return Choice("cifar10", folder.resolve(), "Chosen because it could be fetched.")
 
 

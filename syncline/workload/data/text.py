@@ -56,7 +56,7 @@ def read_text(path: Path, length: int) -> Text:
     if test < length:
         raise DataError(
             f"{path} has {len(tokens):,} tokens: too few for texts of {length} and a tenth of them to test on.",
-            action="Take a longer text" + (f", or set sequence_length to at most {test}." if test > 1 else "."),
+            action="Use a longer text" + (f", or set sequence_length to at most {test}." if test > 1 else "."),
         )
     source = f"Text {path.name}: {len(tokens):,} tokens, vocabulary {vocabulary:,}"
     return Text(tokens[: len(tokens) - test], tokens[len(tokens) - test :], vocabulary, source)

@@ -76,7 +76,9 @@ def _accepted(builder: Callable[..., nn.Module], offered: dict[str, Any]) -> dic
     except ValueError:  # one of those written in C that do not say
         return {}
     names = set(parameters)
-    if not inspect.isclass(builder) and any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if not inspect.isclass(builder) and any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
         names.add("num_classes")
     return {name: value for name, value in offered.items() if name in names}
 
