@@ -84,27 +84,27 @@ class DataParallel(nn.Module):
         log: EventLog | None = None,
         **refused: Never,
     ) -> None:
-        """Options from `bucket_cap_mb` to `unused` are those of a plan; one that the method does not have is refused.
+        """Options from `bucket_cap_mb` to `unused` are a plan's; refuses one that the method does not have.
 
         `batch_norm` is local (statistics of the own batch), broadcast (rank 0's buffers before each forward) or
-        sync (statistics over all ranks' batches); without it, ddp does broadcast and the other methods do local.
+        sync (statistics over all ranks' batches); the default is broadcast for ddp and local for the others.
 
         For scripts written for torch's class, `find_unused_parameters` means `unused="zero"`, and
         `gradient_as_bucket_view`, `static_graph` and `device_ids` change nothing."""
         super().__init__()
         for name in refused.keys() & REFUSED.keys():
-            raise PlanError(f"DataParallel does not take {name}: {REFUSED[name]}.")
+            raise PlanError(f"DataParallel does not accept {name}: {REFUSED[name]}.")
         options = {
             "bucket_cap_mb": bucket_cap_mb, "collective": collective, "transfer_dtype": transfer_dtype,
             "groups": groups, "overlap": overlap,
             "unused": unused or ("zero" if find_unused_parameters else None), **refused,
         }  # fmt: skip
         if device_ids is not None and len(device_ids) > 1:
-            raise PlanError("DataParallel takes one device per process.", action="Start one process per device.")
+            raise PlanError("DataParallel uses one device per process.", action="Start one process per device.")
         self.log = log or EventLog(keep=False)
         self.communicator = instrumented(_connect(process_group, deadline_s), self.log, deadline_s=deadline_s)
         self.method, self.reason = _choose(method, module, self.communicator)
-        # Refuses what the method does not take; what auto takes is fine whatever it chose.
+        # Refuses options that the method does not have; what auto accepts suits whatever it chose.
         chosen = parse_plan({"method": method, "options": options}).options_for(self.method)
         row = METHODS[self.method]
         if row.world == "threads":
@@ -177,7 +177,7 @@ class DataParallel(nn.Module):
         """
         if any(isinstance(layer, SyncBatchNorm) for layer in self.module.modules()):
             raise PlanError(
-                "join cannot stand in for a rank in statistics over all ranks' batches.",
+                "join does not work with batch-norm statistics over all ranks' batches.",
                 action='Use batch_norm = "local", or give every rank the same number of batches.',
             )
         if isinstance(self.sync, DDP):
@@ -268,7 +268,7 @@ class _UnevenInputs:
         return bool(ranks)
 
     def shadow(self) -> None:
-        """Take part with nothing until nobody is left, then take over what the last to finish have."""
+        """Join in with zeros until all ranks are done, then adopt the state of the last to finish."""
         while self.announce(active=False):
             if self.wrapper._broadcast_buffers and self.wrapper.training:
                 self.wrapper._share_buffers()
@@ -287,7 +287,7 @@ def _connect(process_group: dist.ProcessGroup | None, deadline_s: float) -> Comm
         return adopt(process_group, deadline=deadline, host_index=host_index())
     place = placement_from_environment()
     if process_group is not None:
-        raise PlanError("process_group was given, but torch.distributed is not initialised.")
+        raise PlanError("you gave process_group, but torch.distributed is not initialised.")
     if place is None:
         return ThreadCommunicator(ThreadWorld(1), 0)
     meeting = None if place.master_addr else find_meeting(place)
@@ -298,7 +298,7 @@ def _connect(process_group: dist.ProcessGroup | None, deadline_s: float) -> Comm
 
 
 def host_index() -> int:
-    """As the launcher says; people who make the group themselves often set some of its variables only."""
+    """As the launcher says; scripts that make the group themselves often set only some of its variables."""
     try:
         place = placement_from_environment()
     except UsageError:

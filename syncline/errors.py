@@ -5,8 +5,8 @@ SynclineError                what was wrong, where (rank, step) and what to do n
 │   ├── PlanError            a key or value of the plan
 │   ├── DataError            a data set that is missing, damaged or of the wrong kind
 │   └── RunFolderError       a run folder that cannot be written, read or resumed
-├── HostError                a host of the run never came, was lost, or cannot be reached
-├── RankFailed               a rank ended badly; carries that rank's own traceback
+├── HostError                a host of the run never joined, was lost, or cannot be reached
+├── RankFailed               a rank failed; carries that rank's own traceback
 ├── Interrupted              the user asked to stop; exit code 130
 └── CommunicationError       talking to other ranks failed
     ├── ContractError        ranks called different operations, shapes or dtypes

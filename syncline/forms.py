@@ -1,4 +1,4 @@
-"""Forms: what a user's file may hold. What does not fit is refused in words of the file that the user wrote."""
+"""Forms: what a user's file may hold. An error names the key as the user wrote it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Form = TypeVar("Form", bound=Section)
 
 
 def checked(form: type[Form], values: Mapping[str, Any], what: str) -> Form:
-    """The values as a Section, or a PlanError that names every key that is wrong in `what`."""
+    """The values as a Section, or a PlanError that names every wrong key in `what`."""
     try:
         return form.model_validate(values)
     except ValidationError as error:
@@ -37,7 +37,7 @@ def _explain(problem: ErrorDetails, form: type[BaseModel], what: str) -> str:
     if problem["type"] == "value_error":
         return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
     if problem["type"] == "model_type":
-        return f"{key}: is a section, not {problem['input']!r}."
+        return f"{key} is a section, not {problem['input']!r}."
     return f"{key}: {problem['msg'].removeprefix('Input ')}, not {problem['input']!r}."
 
 
@@ -53,7 +53,7 @@ def _nearest(word: str, allowed: Iterable[str]) -> str:
 
 
 def _keys_beside(form: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
-    """The keys that would have been right where an unknown one stands."""
+    """The valid keys in the place of an unknown one."""
     section = form
     for part in location[:-1]:
         if isinstance(part, str):

@@ -118,9 +118,7 @@ def verify(
         names = [name for name in names if "transfer_dtype" in METHODS[name].options]
     if not names or any(METHODS[name].alone for name in names):
         silent = " and ".join(name for name, row in METHODS.items() if row.alone)
-        raise PlanError(
-            f"there is nothing to certify: {silent} send nothing, and not all methods have 16-bit transfers."
-        )
+        raise PlanError(f"nothing to certify: {silent} send nothing, and not all methods support 16-bit transfers.")
     sizes = [workers] if isinstance(workers, int) else list(workers)
     flags = {
         "threads": threads, "seed": seed, "batch_norm": batch_norm, "options.transfer_dtype": transfer_dtype,
@@ -147,17 +145,17 @@ def probe(
     """Time all-reduce, send and receive, broadcast, gather and scatter by message size, and fit latency and rate."""
     names, num_bytes = _backends(backends), _message_sizes(sizes)
     if repeats < 1:
-        raise PlanError(f"--repeats {repeats} measures nothing.", action="Take at least 1.")
+        raise PlanError(f"--repeats {repeats} measures nothing.", action="Use at least 1.")
     flags = {"workers": workers, "threads": threads, "hosts": hosts, "link": link}
     plan = make_plan(None, {**flags, "data": "synthetic", "method": "all-reduce"})
     if plan.hosts > 1:
         names = _between_hosts(names, is_default=tuple(backends) == PROBED)
     if plan.workers < 2:
-        raise PlanError("a probe needs somebody to talk to.", action="Take at least 2 workers.")
+        raise PlanError("a probe needs another rank to talk to.", action="Use at least 2 workers.")
     if "mpi" in names:
         from syncline.launcher.mpi import mpiexec_command
 
-        mpiexec_command(plan.workers)  # whether there is one is better known now than after the others were measured
+        mpiexec_command(plan.workers)  # better to learn now that there is none than after the others were measured
     place, voice = place or place_for(plan), Voice(show)
     run = _probe(plan, names, num_bytes, repeats, place, voice, run_dir=_path(run_dir))
     return Probe(Run(run.path))
@@ -176,7 +174,7 @@ def explain(
 
 
 def run_cell(cell: Cell, path: Path) -> None:
-    """One cell of a study into its run folder. Raises UsageError where it cannot run here."""
+    """Run one cell of a study into its run folder. Raises UsageError if it cannot run here."""
     voice, place = Voice(), place_for(cell.plan)
     plan = resolved(cell.plan, place, voice)
     if cell.run == "train":
@@ -199,7 +197,7 @@ def run_cell(cell: Cell, path: Path) -> None:
 
 
 def make_plan(plan: PlanSource, overrides: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> Plan:
-    """A plan, or that of a file, with keys on top; None means 'not given'."""
+    """A plan, or a file's plan, changed by the keys given; None means 'not given'."""
     given = {**overrides, **(settings or {})}
     if given.get("data_dir") is not None:
         given["data_dir"] = str(given["data_dir"])
@@ -207,7 +205,7 @@ def make_plan(plan: PlanSource, overrides: Mapping[str, Any], settings: Mapping[
 
 
 def resolved(plan: Plan, place: Place, voice: Voice, *, quiet: bool = False) -> Plan:
-    """The plan with data and threads filled in; says which data it is and whether cores are short."""
+    """The plan with data and threads filled in; says which data it uses and whether cores are short."""
     from syncline.resolve import resolve
 
     place.prepare(plan)  # it loads torch while the data is checked
@@ -224,7 +222,7 @@ def resolved(plan: Plan, place: Place, voice: Voice, *, quiet: bool = False) -> 
 
 def where_to_continue(run: RunFolder) -> str:
     step = run.checkpoint_step()
-    return "from the start (there is no checkpoint yet)" if step is None else f"after step {step}"
+    return "from the start (no checkpoint yet)" if step is None else f"after step {step}"
 
 
 def _train(
@@ -253,7 +251,7 @@ def _train(
 
 
 def _compare(plan: Plan, names: list[str], place: Place, voice: Voice, *, run_dir: Path | None) -> RunFolder:
-    # A comparison that was torn in two would be no comparison: it is not started again.
+    # Two halves of a comparison cannot be compared: it does not restart.
     plan = plan.replace(max_restarts=0)
     with started("compare", plan, place, voice, label=str(plan.workers), run_dir=run_dir) as job:
         from syncline import worker
@@ -282,28 +280,28 @@ def _probe(
         rows: list[dict[str, Any]] = []
         if within := [name for name in backends if name != "mpi"]:
             rows += job.on_ranks(worker.probe, plan, within, sizes, visits, voice)
-        if "mpi" in backends:  # it has ranks of its own, which mpiexec starts; all others share one world
+        if "mpi" in backends:  # mpiexec starts ranks of its own; the other backends share one world
             rows += job.on_ranks(worker.probe, plan.replace(method="mpi"), ["mpi"], sizes, visits, voice)
         job.finish(summarise(rows, workers=plan.workers, hosts=plan.hosts, link=plan.link))
     return job.run
 
 
 def leading(names: Sequence[str]) -> str:
-    """The method that decides how many ranks the world has: one that sends, where there is one."""
+    """The method that decides how many ranks there are: the first that sends, if any does."""
     return next((name for name in names if not METHODS[name].alone), names[-1])
 
 
 def method_names(words: Sequence[str]) -> list[str]:
-    """The methods, each once, `auto` as what it stands for; an unknown one is refused as the plan would."""
+    """The methods, each once, with `auto` resolved; refuses unknown ones with the plan's error."""
     from syncline.resolve import choose_method
 
     if not words:
-        raise PlanError("no method is named.", action=f"Choose some of {', '.join(METHODS)}.")
+        raise PlanError("no method given.", action=f"Choose from {', '.join(METHODS)}.")
     rows = [load_plan(None, {"method": word}).method_row for word in words]
     for row in rows:
         if not row.is_choice and not row.takes_turns:
             raise PlanError(
-                f"method {row.name} has a world of its own and cannot take turns with the others.",
+                f"method {row.name} has its own processes and cannot take turns with other methods.",
                 action=f"Time it with `syncline train --method {row.name}`.",
             )
     on_one_host, _ = choose_method(device="cpu", workers=2, num_hosts=1)
@@ -315,35 +313,37 @@ def _without_single(names: list[str], voice: Voice) -> list[str]:
     others = [name for name in names if METHODS[name].world != "worker"]
     if not others:
         raise PlanError(
-            f"replayed times are those of one worker's share, so {BASELINE} has none for the whole batch.",
+            f"replayed times are for one worker's share, so {BASELINE} has none for the whole batch.",
             action=f"Choose other methods, or `syncline train --method {BASELINE}` for one worker on its share.",
         )
     if len(others) < len(names):
-        voice.warn(f"{BASELINE} is left out: replayed times are those of one worker's share.")
+        voice.warn(f"leaving out {BASELINE}: replayed times are for one worker's share.")
     return others
 
 
 def _on_several_hosts(names: list[str], *, is_default: bool) -> list[str]:
-    """What can run there: shared memory reaches no further than one host. Named by the user, it is refused."""
+    """What can run there: shared memory stays within one host. Refused if the user named it."""
     local = [name for name in names if METHODS[name].in_memory]
     if local and not is_default:
-        raise PlanError(f"method {local[0]} is for ranks of one host.", action="Leave it out with several hosts.")
+        raise PlanError(f"method {local[0]} needs all ranks on one host.", action="Leave it out with several hosts.")
     return [name for name in names if name not in local]
 
 
 def _between_hosts(backends: list[str], *, is_default: bool) -> list[str]:
-    """Shared memory and this machine's mpiexec reach no further than one host."""
+    """Shared memory and this machine's mpiexec stay within one host."""
     within = [name for name in backends if name != "gloo"]
     if within and not is_default:
-        raise PlanError(f"backend {within[0]} stays on one host.", action="Take --backend gloo with several hosts.")
+        raise PlanError(
+            f"backend {within[0]} works on one host only.", action="Use --backend gloo with several hosts."
+        )
     return ["gloo"]
 
 
 def _backends(names: Sequence[str]) -> list[str]:
     unknown = [name for name in names if name not in BACKENDS]
     if unknown or not names:
-        what = f"backend {unknown[0]!r} cannot be probed." if unknown else "no backend is named."
-        raise PlanError(what, action=f"Take some of {', '.join(BACKENDS)}.")
+        what = f"backend {unknown[0]!r} cannot be probed." if unknown else "no backend given."
+        raise PlanError(what, action=f"Choose from {', '.join(BACKENDS)}.")
     return list(dict.fromkeys(names))
 
 
@@ -356,7 +356,7 @@ def _message_sizes(sizes: Sequence[int | str]) -> list[int]:
                 action="Write it as 64kB,1MB.",
             )
     if not num_bytes:
-        raise PlanError("--sizes names no size.", action="Write it as 64kB,1MB.")
+        raise PlanError("--sizes is empty.", action="Write it as 64kB,1MB.")
     return num_bytes
 
 

@@ -1,4 +1,4 @@
-"""The table of methods: everything that the code asks about a method stands in its row.
+"""The table of methods: everything that code needs to know about a method is in its row.
 
 A new method is a class in `sync/` and a row here. Nothing here loads torch: a wrong name is refused in milliseconds.
 """
@@ -30,7 +30,7 @@ class Method:
     presets: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the class that the name stands for; a user's option comes on top."""
     options: tuple[str, ...] = ()
-    """Keys of a plan's options that it takes."""
+    """The options of a plan that it has."""
     world: Literal["worker", "threads", "ranks", "mpiexec"] = "ranks"
     """Who computes: one worker, threads of one process, processes of any launcher, or processes of mpiexec."""
     one_host: bool = False
@@ -44,7 +44,7 @@ class Method:
     broadcasts_buffers: bool = False
     """Rank 0's batch-norm buffers replace the others' before each forward, unless a plan says otherwise."""
     compared: bool = False
-    """Part of `syncline compare` where nobody names methods."""
+    """Part of `syncline compare` by default."""
 
     @property
     def alone(self) -> bool:
@@ -69,32 +69,32 @@ class Method:
 _ROWS = (
     Method(
         name="single",
-        about="one worker on the whole batch: the baseline, nothing is sent",
+        about="one worker on the whole batch: the baseline, which sends nothing",
         made_by="syncline.sync.base:Single",
         world="worker",
         compared=True,
     ),
     Method(
         name="gather-scatter",
-        about="each gradient is gathered on rank 0, averaged there and scattered back",
+        about="rank 0 gathers each gradient, averages it and scatters the mean back",
         made_by="syncline.sync.after_backward:GatherScatter",
         compared=True,
     ),
     Method(
         name="point-to-point",
-        about="the same exchange with rank 0 as sends and receives that are in flight together",
+        about="the same exchange with rank 0, as concurrent sends and receives",
         made_by="syncline.sync.after_backward:PointToPoint",
         compared=True,
     ),
     Method(
         name="all-reduce",
-        about="each gradient is all-reduced by itself, after backward",
+        about="all-reduces each gradient by itself, after backward",
         made_by="syncline.sync.after_backward:AllReduce",
         compared=True,
     ),
     Method(
         name="ddp",
-        about="PyTorch's own DistributedDataParallel: the outside control",
+        about="PyTorch's own DistributedDataParallel, as the control",
         made_by="syncline.sync.ddp:DDP",
         options=("bucket_cap_mb", "unused"),
         broadcasts_buffers=True,
@@ -102,35 +102,35 @@ _ROWS = (
     ),
     Method(
         name="bucketed",
-        about="buckets of gradients are all-reduced while backward still runs",
+        about="all-reduces buckets of gradients while backward still runs",
         made_by="syncline.sync.bucketed:Bucketed",
         options=(*_BUCKETED, "groups", "collective"),
         compared=True,
     ),
     Method(
         name="ring",
-        about="bucketed, each bucket passed around a ring",
+        about="bucketed, with each bucket passed around a ring",
         made_by="syncline.sync.bucketed:Bucketed",
         presets={"collective": "ring"},
         options=(*_BUCKETED, "groups"),
     ),
     Method(
         name="tree",
-        about="bucketed, each bucket summed up a binary tree and handed down again",
+        about="bucketed, with each bucket summed up a binary tree and sent back down",
         made_by="syncline.sync.bucketed:Bucketed",
         presets={"collective": "tree"},
         options=(*_BUCKETED, "groups"),
     ),
     Method(
         name="halving-doubling",
-        about="bucketed, each bucket by recursive halving and doubling",
+        about="bucketed, with recursive halving and doubling for each bucket",
         made_by="syncline.sync.bucketed:Bucketed",
         presets={"collective": "halving-doubling"},
         options=(*_BUCKETED, "groups"),
     ),
     Method(
         name="shared-memory",
-        about="ranks of one host average in memory that they share; nothing is sent",
+        about="ranks on one host average in memory that they share; nothing is sent",
         made_by="syncline.sync.shared_memory:SharedMemory",
         options=("unused",),
         one_host=True,
@@ -140,21 +140,21 @@ _ROWS = (
     ),
     Method(
         name="hierarchical",
-        about="shared memory within each host, bucketed between one leader of each",
+        about="shared memory within each host, bucketed between the hosts' leaders",
         made_by="syncline.sync.hierarchical:Hierarchical",
         options=(*_BUCKETED, "collective"),
         cpu_only=True,
     ),
     Method(
         name="thread-replicas",
-        about="one process, a replica of the model on a thread for each worker; torch's DataParallel on GPUs",
+        about="one process with a model replica on a thread per worker; torch's DataParallel on GPUs",
         made_by="syncline.sync.replicas:Replicated",
         world="threads",
         one_host=True,
     ),
     Method(
         name="mpi",
-        about="bucketed over MPI, started through mpiexec",
+        about="bucketed over MPI, started with mpiexec",
         made_by="syncline.sync.bucketed:Bucketed",
         presets={"overlap": False},  # MPI makes progress only inside its calls
         options=(*_BUCKETED, "collective"),
@@ -164,7 +164,7 @@ _ROWS = (
     ),
     Method(
         name="auto",
-        about="shared-memory where all ranks are on one host, bucketed otherwise",
+        about="shared-memory if all ranks are on one host, otherwise bucketed",
         options=("unused",),
     ),
 )
@@ -173,18 +173,18 @@ METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}
 BASELINE = "single"
 """What speed-up is measured against."""
 CONTROL = "ddp"
-"""What people use today, beside which every method is timed."""
+"""What people use today: every method is timed against it."""
 ON_LINKS = "bucketed"
-"""What `auto` takes where gradients must travel."""
+"""What `auto` chooses where gradients must travel."""
 IN_MEMORY = "shared-memory"
-"""What `auto` takes where they need not."""
+"""What `auto` chooses where they need not."""
 
 OLD_NAMES = {"data-parallel": "thread-replicas"}
-"""Names of earlier versions: understood wherever a name may stand."""
+"""Names of earlier versions, accepted wherever a method is named."""
 
 
 def current_name(name: str, *, typed: bool = False) -> str:
-    """The name as it is today. An old one warns if somebody has just typed it; stored files keep theirs in peace."""
+    """Today's name. An old name warns if a user has just typed it, and not if it comes from a stored file."""
     today = OLD_NAMES.get(name, name)
     if typed and today != name:
         warnings.warn(f"method {name} is now called {today}; the old name still works.", FutureWarning, stacklevel=3)
@@ -198,7 +198,7 @@ def current_label(label: str) -> str:
 
 
 def with_current_names(document: Any) -> Any:
-    """A study's file with today's names wherever a key `method` or `methods` holds an old one; warns of each."""
+    """A study's file with today's names wherever a key `method` or `methods` holds an old one; warns about each."""
     if isinstance(document, Mapping):
         return {
             key: _renamed(value) if key in ("method", "methods") else with_current_names(value)
@@ -214,6 +214,6 @@ def _renamed(value: Any) -> Any:
 
 
 def method_of(label: str) -> Method:
-    """The row for what a log or a table calls a method; a row that says nothing if nobody knows the name."""
+    """The row for what a log or a table calls a method; an empty row for an unknown name."""
     name = current_label(label).partition(",")[0]
     return METHODS.get(name) or Method(name=label, about="")

@@ -1,4 +1,4 @@
-"""Plan: what to run. Frozen; unknown or contradictory keys are refused by name; TOML in and out."""
+"""Plan: what to run. Frozen, TOML in and out; an error names every unknown or contradictory key."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from syncline.words import IN_FILES, MODELS, RECIPES, RECIPES_OF_TEN_EPOCHS
 
 
 class Optimizer(Section):
-    """SGD and all around it. A key that is given counts; the others are the recipe's."""
+    """SGD and its schedule. Keys that you give override the recipe's."""
 
     learning_rate: float = Field(0.1, gt=0)
-    """Highest step size; with linear_scaling, the one for a global batch of 256."""
+    """Peak learning rate; with linear_scaling, the one for a global batch of 256."""
     linear_scaling: bool = False
     """Multiply the rate by global batch / 256."""
     momentum: float = Field(0.9, ge=0, lt=1)
-    """Share of the last update that is kept."""
+    """Share of the last update that carries over to the next."""
     nesterov: bool = False
-    """Look ahead along the momentum."""
+    """Use Nesterov momentum."""
     weight_decay: float = Field(1e-4, ge=0)
     """L2 penalty."""
     decay_all: bool = True
-    """Weight decay on every parameter; if false, not on biases and norms (parameters of one dimension)."""
+    """Decay every parameter; if false, leave out biases and norms (parameters of one dimension)."""
     schedule: Literal["constant", "cosine", "one-cycle"] = "constant"
-    """How the rate goes from step to step: level, down to 0 as a half cosine, or up and down."""
+    """How the rate changes over the run: not at all, down to 0 as a half cosine, or up and down."""
     peak_at: float = Field(0.25, gt=0, lt=1)
-    """Share of the steps at which one-cycle is highest."""
+    """Share of the steps after which one-cycle peaks."""
     warmup: Literal["none", "gradual", "constant"] = "none"
-    """The first epochs: at once at the scaled rate, a ramp from the rate of batch 256 to it, or at that of 256."""
+    """The first epochs: at the scaled rate, ramping up to it from the rate of batch 256, or at that lower rate."""
     warmup_epochs: float = Field(5.0, gt=0)
-    """How long the warm-up lasts."""
+    """Length of the warm-up."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     """Share of each label that is spread over all classes."""
     init: Literal["torch", "kaiming-fan-out"] = "torch"
-    """First weights: as torch's layers make them, or normal with variance 2 / fan-out for convolutions."""
+    """Initial weights: torch's defaults, or normal with variance 2 / fan-out for convolutions."""
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
@@ -64,118 +64,118 @@ class Optimizer(Section):
 
 
 class Options(Section):
-    """Options of the method; one that the method does not know is refused."""
+    """Options of the method; a method refuses options that it does not have."""
 
     bucket_cap_mb: float | None = Field(None, gt=0)
-    """Size of a gradient bucket in MB; 25 if absent."""
+    """Maximum size of a gradient bucket in MB; default 25."""
     collective: Collective | None = None
-    """How a bucket travels; native if absent, direct with a transfer_dtype."""
+    """How a bucket travels; default native, or direct with a transfer_dtype."""
     transfer_dtype: TransferDtype | None = None
     """Send 16-bit values and sum them in 32 bits. Lossy."""
     groups: int | None = Field(None, ge=1)
-    """Process groups that buckets take in turn; 1 if absent."""
+    """Number of process groups that buckets use in turn; default 1."""
     overlap: bool | None = None
-    """Send while backward runs; true if absent."""
+    """Send while backward runs; default true."""
     unused: Unused | None = None
-    """What a parameter is that only some ranks use: an error if absent, or zero where it is unused."""
+    """How to treat a parameter that only some ranks use: error (the default), or zero where it is unused."""
 
 
 class Measure(Section):
     warmup: int = Field(1, ge=0)
-    """Steps at the start that no figure counts."""
+    """Steps at the start that are not counted."""
     window: int | None = Field(None, ge=1)
-    """Steps after the warm-up that the average counts; all of them if absent."""
+    """Steps after the warm-up that are averaged; default all."""
     calibration: int = Field(3, ge=0)
-    """Steps without synchronisation before the run: the bare compute time. They leave no trace; 0 for none."""
+    """Steps without synchronisation before the run, which measure bare compute time; 0 skips them."""
 
 
 class Inject(Section):
-    """A fault on purpose, to see what a slow rank does to the others and that `syncline explain` finds it."""
+    """A deliberate fault: see what a slow rank does to the others, and that `syncline explain` finds it."""
 
     rank: int | None = Field(None, ge=0)
-    """The rank that is slowed down; none if absent."""
+    """The rank to slow down; default none."""
     phase: Literal["data", "forward", "backward", "update"] = "backward"
-    """Where the delay is."""
+    """Phase of the delay."""
     delay_ms: float = Field(0.0, ge=0)
-    """How long the rank sleeps in that phase."""
+    """How long the rank sleeps in that phase, in milliseconds."""
     every: int = Field(1, ge=1)
-    """Steps from one delay to the next."""
+    """Delay every so many steps."""
     threads: int | None = Field(None, ge=1)
-    """Compute threads of the slow rank, where they differ from the others'."""
+    """Compute threads of the slow rank; default as many as the others."""
 
 
 class Profile(Section):
     steps: tuple[NonNegativeInt, ...] = ()
-    """Steps, counted from 0, that torch's profiler records; none if empty."""
+    """Steps, counted from 0, that torch's profiler records; default none."""
     ranks: tuple[NonNegativeInt, ...] = (0,)
-    """Ranks on which it records."""
+    """Ranks to profile."""
 
 
 class Checkpoint(Section):
     every: int | None = Field(None, ge=1)
-    """Steps between checkpoints; at the end of each epoch if absent."""
+    """Steps between checkpoints; default: at the end of each epoch."""
 
 
 class Plan(Section):
     model: str = "vgg11"
-    """A built-in model, or `module:callable` that returns one."""
+    """A built-in model, or your own as `module:callable`."""
     data: Literal["auto", "cifar10", "synthetic", "synthetic-ages", "imdb-wiki", "folder", "text"] = "auto"
-    """What is trained on."""
+    """The data set."""
     data_dir: str | None = None
-    """Folder that holds the data, or a text file; CIFAR-10 is searched for if absent."""
+    """Folder of the data, or a text file; by default, Syncline searches for CIFAR-10."""
     image_size: int | None = Field(None, ge=8, le=4096)
-    """Pixels a side of synthetic images and to which images from files are cut and scaled; the model's if absent."""
+    """Side in pixels of synthetic images, and of images from files after scaling; default: the model's."""
     num_classes: int | None = Field(None, ge=2)
-    """Classes of synthetic images, or tokens of a synthetic vocabulary; the model's usual number if absent."""
+    """Classes of synthetic images, or tokens of a synthetic vocabulary; default: the model's usual number."""
     sequence_length: int | None = Field(None, ge=2, le=512)
-    """Tokens of a text; the model's usual number if absent."""
+    """Tokens per text; default: the model's usual number."""
     loaders: int | None = Field(None, ge=0, le=256)
-    """Processes per worker that make batches ahead; 0 makes them in the worker. 0 for data in memory if absent."""
+    """Processes per worker that prepare batches; 0 prepares them in the worker, the default for data in memory."""
     method: str = CONTROL
     """How gradients are synchronised."""
     options: Options = Options()
     workers: int = Field(2, ge=1)
-    """Ranks, each on its own share of every batch. 1 if absent with method single."""
+    """Number of ranks; each computes its share of every batch. Default 2, or 1 with method single."""
     hosts: int = Field(1, ge=1)
-    """Hosts that the workers are spread over in equal parts, in rank order; emulated unless started with --nodes."""
+    """Number of hosts; workers spread over them evenly, in rank order. Emulated unless started with --nodes."""
     link: str | None = None
-    """Rate of each emulated host's link, e.g. 1gbit; one for all hosts, or a comma-separated list of one each."""
+    """Rate of each emulated host's link, such as 1gbit; one for all hosts, or a comma-separated list."""
     threads: int | None = Field(None, ge=1)
-    """Compute threads per worker; cores / workers if absent."""
+    """Compute threads per worker; default cores / workers."""
     global_batch: int = Field(256, ge=1)
     """Samples per step over all workers."""
     accumulate: int = Field(1, ge=1)
-    """Parts in which each worker takes its share of a batch; their gradients are added up before they travel."""
+    """Split each worker's share of a batch into so many parts; their gradients are added before they travel."""
     batch_norm: BatchNorm | None = None
-    """Statistics of each rank's own share, the same with rank 0's buffers, or of the global batch. The method's own
-    if absent: broadcast for ddp, local for the others."""
+    """Statistics of each rank's own share (local), the same with rank 0's buffers (broadcast), or of the global batch
+    (sync). Default: broadcast for ddp, local for the other methods."""
     steps: int | None = Field(None, ge=1)
-    """Steps to train. Give this or epochs, not both."""
+    """Steps to train. Give steps or epochs, not both."""
     epochs: int | None = Field(None, ge=1)
-    """Passes over the training set; 1 if neither is given."""
+    """Passes over the training set; default 1."""
     recipe: Literal["course", "fast", "large-batch"] = "course"
     """Optimiser settings by name: constant rate, one-cycle, or scaled rate with warm-up; see docs/recipes.md."""
     optimizer: Optimizer = Optimizer()
     seed: int = Field(5000, ge=0, lt=2**63)
-    """Start of all randomness: weights, order of samples, augmentation."""
+    """Seed of all randomness: weights, order of samples, augmentation."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where the model computes."""
     backend: Literal["gloo", "nccl"] | None = None
-    """What carries the bytes: gloo on cpu, nccl on cuda if absent."""
+    """What carries the bytes; default gloo on cpu, nccl on cuda."""
     channels_last: bool = True
-    """Lay images out channels last: faster convolutions on CPU."""
+    """Use the channels-last layout: faster convolutions on CPU."""
     evaluate: bool = True
     """Measure loss and accuracy on the test set after each epoch."""
     eval_per_rank: bool = False
-    """Also show what each rank's own batch-norm statistics give."""
+    """Also evaluate with each rank's own batch-norm statistics."""
     compute: str = "real"
-    """Who computes: real, or times that are slept: replay:RUN (recorded), sleep:FILE (stated by hand)."""
+    """Compute for real, or sleep for recorded (replay:RUN) or stated (sleep:FILE) times."""
     log_every: int = Field(20, ge=1)
     """Steps between loss lines."""
     deadline_s: float = Field(120.0, gt=0)
     """Longest wait for other ranks in one operation."""
     max_restarts: int = Field(0, ge=0)
-    """How often a training run whose ranks failed starts again from its last checkpoint."""
+    """How many times a training run restarts from its last checkpoint after ranks failed."""
     measure: Measure = Measure()
     inject: Inject = Inject()
     profile: Profile = Profile()
@@ -227,12 +227,14 @@ class Plan(Section):
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
         if self.steps is not None and self.epochs is not None:
-            raise ValueError("steps and epochs contradict each other: give one of them.")
+            raise ValueError("steps and epochs contradict each other: give only one of them.")
         self._method_fits()
         if self.options.transfer_dtype is not None and self.options.collective == "native":
-            raise ValueError("options.transfer_dtype needs a collective of our own: leave native out, or use direct.")
+            raise ValueError(
+                "options.transfer_dtype does not work with collective native: leave collective out, or use direct."
+            )
         if self.image_size is not None and self.data == "cifar10":
-            raise ValueError("image_size cannot be chosen with data cifar10: its images are 32x32.")
+            raise ValueError("image_size does not apply to data cifar10: its images are 32x32.")
         if self.workers % self.hosts:
             raise ValueError(f"workers {self.workers} cannot be spread evenly over hosts {self.hosts}.")
         if self.link is not None and self.hosts == 1:
@@ -267,15 +269,15 @@ class Plan(Section):
         row = self.method_row
         if row.world == "worker" and self.workers != 1:
             raise ValueError(
-                f"method {row.name} is one worker, but workers is {self.workers}: "
+                f"method {row.name} runs one worker, but workers is {self.workers}: "
                 "set workers to 1 or choose another method."
             )
         for option in self.options.model_dump(exclude_none=True):
             if option not in row.options:
-                takers = ", ".join(other.name for other in METHODS.values() if option in other.options)
-                raise ValueError(f"method {row.name} has no option {option}; it is for {takers}.")
+                owners = ", ".join(method.name for method in METHODS.values() if option in method.options)
+                raise ValueError(f"method {row.name} has no option {option}; these methods have it: {owners}.")
         if self.hosts > 1 and row.one_host:
-            raise ValueError(f"method {row.name} is for ranks of one host, but hosts is {self.hosts}.")
+            raise ValueError(f"method {row.name} needs all ranks on one host, but hosts is {self.hosts}.")
         if row.world == "mpiexec" and self.max_restarts:
             raise ValueError(
                 f"method {row.name} cannot restart its ranks: leave max_restarts out, or choose another method."
@@ -291,23 +293,23 @@ class Plan(Section):
         for key, given in (("checkpoint.every", self.checkpoint.every), ("eval_per_rank", self.eval_per_rank)):
             if given:
                 raise ValueError(
-                    f"{key} makes no sense with compute {self.compute!r}, which learns nothing: drop it."
+                    f"{key} makes no sense with compute {self.compute!r}, which learns nothing: leave it out."
                 )
         if self.batch_norm == "sync" or self.accumulate > 1:
             raise ValueError(
-                f"compute {self.compute!r} has no parts and no batch norm: drop accumulate and batch_norm."
+                f"compute {self.compute!r} has no parts and no batch norm: leave out accumulate and batch_norm."
             )
         if self.device != "cpu":
             raise ValueError("replayed compute sleeps on the cpu: choose device cpu.")
 
     @property
     def replayed(self) -> bool:
-        """True if times are slept instead of computed: loss, accuracy and weights mean nothing then."""
+        """True if ranks sleep instead of computing: loss, accuracy and weights then mean nothing."""
         return self.compute != "real"
 
     @property
     def compute_note(self) -> str:
-        """For people, beside every result: 'real', 'replayed from RUN' or 'stated in FILE'."""
+        """Shown with every result: 'real', 'replayed from RUN' or 'stated in FILE'."""
         if not self.replayed:
             return self.compute
         kind, path = compute_source(self.compute)
@@ -320,7 +322,7 @@ class Plan(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the run, which are the workers but where those are threads."""
+        """Processes of the run: one for each worker, or one in all where workers are threads."""
         return 1 if self.method_row.world == "threads" else self.workers
 
     def replace(self, **changes: Any) -> Plan:
@@ -331,12 +333,12 @@ class Plan(Section):
         return parse_plan({**values, **changes})
 
     def threads_of(self, rank: int) -> int:
-        """Compute threads of a rank: as many as the others', but for one that is slowed down on purpose."""
+        """Compute threads of a rank: the same for all but a rank that `inject` slows down."""
         slowed = self.inject.threads if rank == self.inject.rank else None
         return slowed or self.threads or 1
 
     def options_for(self, method: str) -> dict[str, Any]:
-        """The options that this method takes, for comparisons of several methods under one plan."""
+        """The options that apply to this method, for comparisons of several methods under one plan."""
         row = method_of(method)
         if row.world == "threads":
             return {"replicas": self.workers}
@@ -354,7 +356,7 @@ def compute_source(compute: str) -> tuple[str, Path]:
 
 
 def load_plan(source: Plan | Path | None, overrides: Mapping[str, Any]) -> Plan:
-    """A plan, that of a user's TOML file, or the defaults, with `overrides` on top; None there means 'not given'."""
+    """A plan, a TOML file's plan, or the defaults, changed by `overrides`; None there means 'not given'."""
     given = {key: value for key, value in overrides.items() if value is not None}
     if isinstance(source, Plan):
         if not given:
@@ -374,7 +376,7 @@ def load_plan(source: Plan | Path | None, overrides: Mapping[str, Any]) -> Plan:
 
 
 def stored_plan(path: Path) -> Plan:
-    """The plan in a run folder, also that of an earlier version."""
+    """The plan in a run folder, including those of earlier versions."""
     return parse_plan(_read_toml(path))
 
 
@@ -397,8 +399,8 @@ def _merge(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(values)
     for key, value in given.items():
         section, _, inner = key.partition(".")
-        beside = merged.get(section, {})
-        if inner and not isinstance(beside, Mapping):
-            raise PlanError(f"{section}: is a section, not {beside!r}.")
-        merged[section] = {**beside, inner: value} if inner else value
+        current = merged.get(section, {})
+        if inner and not isinstance(current, Mapping):
+            raise PlanError(f"{section} is a section, not {current!r}.")
+        merged[section] = {**current, inner: value} if inner else value
     return merged

@@ -50,10 +50,10 @@ _recorded: weakref.WeakSet[nn.Module | torch.optim.Optimizer] = weakref.WeakSet(
 
 
 def record(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path | None = None) -> Recording:
-    """Context manager. Collective: on every rank, with the same arguments; each writes its log into the one folder.
+    """Context manager. Collective: call it on every rank with the same arguments; all write to one folder.
 
     `model` is what the loop calls: a plain module on one process, syncline.DataParallel, or torch's
-    DistributedDataParallel. Without a folder one is made up below runs/.
+    DistributedDataParallel. Without a folder, it makes one below runs/.
     """
     return Recording(model, optimizer, Path(folder) if folder is not None else None)
 
@@ -76,9 +76,9 @@ class Recording:
 
     def __enter__(self) -> Self:
         if self._used:
-            raise UsageError("this recording was used already.", action="Call syncline.record again.")
+            raise UsageError("this recording has already been used.", action="Call syncline.record again.")
         if self.model in _recorded or self.optimizer in _recorded:
-            raise UsageError("this model or optimizer is being recorded already.", action="End that recording first.")
+            raise UsageError("this model or optimizer is already being recorded.", action="End that recording first.")
         self._used = True
         self._run = self._world.agree_on(self._create)
         rank, size = self._world.rank, self._world.size
@@ -115,7 +115,7 @@ class Recording:
         return create_run(self._folder, kind="record", plan=plan, label=f"{self._world.method}-{self._world.size}")
 
     def _summary(self) -> dict[str, Any]:
-        """Of rank 0's own steps; `syncline explain` knows all ranks."""
+        """Of rank 0's own steps; `syncline explain` covers all ranks."""
         measured = timing(self._steps.seconds, warmup=1)
         return {
             "method": self._world.method,
@@ -251,7 +251,7 @@ class _World:
             self.method, self.module = CONTROL, model.module
         elif dist.is_initialized() and dist.get_world_size() > 1:
             raise UsageError(
-                f"a plain module on {dist.get_world_size()} ranks: nothing here says how its gradients are averaged.",
+                f"a plain module on {dist.get_world_size()} ranks does not say how its gradients are averaged.",
                 action="Record what you call in the loop: syncline.DataParallel or DistributedDataParallel.",
             )
         if self.communicator is not None:
@@ -265,7 +265,7 @@ class _World:
             if isinstance(model.sync, DDP):
                 model.sync.trace(model.log)
         elif isinstance(model, DistributedDataParallel) and not trace_transfers(model, log):
-            notes.append("a communication hook is registered already: its transfers cannot be seen.")
+            notes.append("a communication hook is already registered: its transfers cannot be seen.")
 
     def untrace(self) -> None:
         if isinstance(self._model, DataParallel):
@@ -294,5 +294,5 @@ def _from_rank_0(communicator: Communicator, message: dict[str, str]) -> dict[st
     buffer = torch.tensor(list(content), dtype=torch.uint8, device=communicator.device)
     with communicator.scope("record"):
         communicator.broadcast(buffer, label="run folder")
-    told: dict[str, str] = json.loads(bytes(buffer.tolist()))
-    return told
+    received: dict[str, str] = json.loads(bytes(buffer.tolist()))
+    return received

@@ -22,7 +22,7 @@ from syncline.workload.recorded import load_times
 def resolve(
     plan: Plan, *, ranks_per_host: int, num_hosts: int = 1, progress: Progress | None = None
 ) -> tuple[Plan, str]:
-    """The plan with nothing left to choose, and a sentence on what was chosen. Fetches data and checks every byte."""
+    """The plan with nothing left to choose, and a sentence on the choices. Downloads data and checks every byte."""
     if plan.replayed:
         changes, sentence = _replayed(plan)
     else:
@@ -53,7 +53,7 @@ def _chosen_data(plan: Plan, progress: Progress | None) -> tuple[dict[str, Any],
 
 
 def _replayed(plan: Plan) -> tuple[dict[str, Any], str]:
-    """No data is needed and nothing is learnt. What was recorded decides the model and the batch of each worker."""
+    """Needs no data and learns nothing. The recording decides the model and the batch of each worker."""
     times = load_times(plan.compute)
     kind, path = compute_source(plan.compute)
     changes: dict[str, Any] = {"compute": f"{kind}:{path.resolve()}", "data": "synthetic", "data_dir": None}
@@ -63,20 +63,20 @@ def _replayed(plan: Plan) -> tuple[dict[str, Any], str]:
         batch = times.samples * plan.workers
         if "global_batch" in plan.model_fields_set and plan.global_batch != batch:
             raise PlanError(
-                f"global_batch is {plan.global_batch}, but the recorded times are of {times.samples} samples per "
-                f"worker, which is {batch} on {plan.workers}.",
-                action="Leave global_batch out, or record a run with the batch that you want.",
+                f"global_batch is {plan.global_batch}, but the recorded times are for {times.samples} samples per "
+                f"worker, which makes {batch} on {plan.workers} workers.",
+                action="Leave global_batch out, or record a run with the batch you want.",
             )
         changes["global_batch"] = batch
     sentence = (
         f"Compute is {plan.compute_note}: {format_seconds(times.step_s)} a step, {len(times.backward)} gradients of "
-        f"{format_bytes(times.gradient_bytes)} together; they really travel, but nothing is learnt."
+        f"{format_bytes(times.gradient_bytes)} in all, which really travel; nothing is learnt."
     )
     return changes, sentence
 
 
 def default_loaders(data: str, ranks_per_host: int) -> int:
-    """Loader processes per rank: none for images in memory, which are quicker made than sent."""
+    """Loader processes per rank: none for images in memory, which are faster to make than to send."""
     return max(1, min(4, cores() // ranks_per_host)) if data in IN_FILES else 0
 
 
@@ -85,7 +85,7 @@ def choose_method(*, device: str, workers: int, num_hosts: int) -> tuple[str, st
     if workers == 1:
         return BASELINE, "there is one worker"
     if device != "cpu":
-        return ON_LINKS, "the model is not on the cpu"
+        return ON_LINKS, "the model is not on the CPU"
     if num_hosts > 1:
         return ON_LINKS, "ranks are on several hosts"
     if platform.machine() not in STRONG_MEMORY_ORDER:

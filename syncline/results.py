@@ -20,11 +20,11 @@ class Tabular(ABC):
     @property
     @abstractmethod
     def rows(self) -> Sequence[Mapping[str, Any]]:
-        """As they stand in the run's summary."""
+        """As in the run's summary."""
 
     def table(self) -> polars.DataFrame:
         """The rows as a data frame; what is nested in a row becomes `outer_inner`."""
-        import polars  # here, because a command that prints no frame need not wait for it
+        import polars  # imported late: commands that print no frame need not wait for it
 
         return polars.json_normalize([dict(row) for row in self.rows], separator="_", infer_schema_length=None)
 
@@ -34,7 +34,7 @@ class Tabular(ABC):
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Tabular):
-    """Methods side by side: one row each, with `step` times and the paired ratios `speedup` and `ratio_to_ddp`."""
+    """Methods side by side: one row each, with `step` times, `speedup` and the paired `ratio_to_ddp`."""
 
     run: Run
 
@@ -49,7 +49,7 @@ class Comparison(Tabular):
 
 @dataclass(frozen=True, repr=False)
 class Probe(Comparison):
-    """What the way between ranks can do: one row for each backend and operation, with points and a fitted line."""
+    """Latency and rate between ranks: one row for each backend and operation, with points and a fitted line."""
 
     def table(self) -> polars.DataFrame:
         """One row for each backend, operation and message size."""

@@ -57,10 +57,10 @@ def parse_bytes(text: str) -> int:
 
 def parse_rate(text: str) -> float:
     """'1gbit' -> 1e9 bits per second; '2.5gbit', '100 Mbit/s' and '64kbit' too. Decimal units, as links are rated."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)(?:/s)?\s*", text.lower())
-    if found is None or float(found[1]) <= 0:
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?bit)(?:/s)?\s*", text.lower())
+    if matched is None or float(matched[1]) <= 0:
         raise UsageError(f"{text!r} is not a rate.", action="Write it as 1gbit, 2.5gbit, 100mbit or 64kbit.")
-    return float(found[1]) * _BITS_PER_S[found[2]]
+    return float(matched[1]) * _BITS_PER_S[matched[2]]
 
 
 def format_bit_rate(bits_per_s: float) -> str:

@@ -1,6 +1,6 @@
 """The words that users type besides methods: models, data, recipes.
 
-They stand here so that a wrong one is refused in milliseconds, before torch is loaded. A test keeps these tables
+They are here so that a wrong word fails in milliseconds, before torch is loaded. A test keeps these tables
 equal to what the stages implement.
 """
 
@@ -36,16 +36,16 @@ MODELS = {
     "mlp": Model("two linear layers: the smallest thing that learns", 197_322),
 }
 DATA = {
-    "auto": "CIFAR-10 if it is here or quickly fetched and the model is for such images, otherwise synthetic",
+    "auto": "CIFAR-10 if it is here or quick to download and suits the model, otherwise synthetic",
     "cifar10": "CIFAR-10, 32x32 colour images in 10 classes",
     "synthetic": "made up to fit the model: images of its size and classes, or texts",
     "synthetic-ages": "made-up images with ages 0 to 100",
-    "imdb-wiki": "faces and their age, from the folder with wiki.mat or imdb.mat (data_dir)",
-    "folder": "images in a folder per class, as ImageNet, Imagenette and Tiny-ImageNet have them (data_dir)",
-    "text": "a text file, or a folder of them (data_dir), with tokens made from it: guess the masked ones",
+    "imdb-wiki": "faces and ages, from the folder with wiki.mat or imdb.mat (data_dir)",
+    "folder": "images in one folder per class (data_dir), like ImageNet, Imagenette and Tiny-ImageNet",
+    "text": "a text file or a folder of them (data_dir): guess masked tokens",
 }
 IN_FILES = ("imdb-wiki", "folder")
-"""Data whose images stay in their files and are decoded when a batch needs them."""
+"""Data whose images stay in their files until a batch needs them."""
 
 RECIPES: dict[str, dict[str, Any]] = {
     "course": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
@@ -60,6 +60,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "label_smoothing": 0.1, "init": "kaiming-fan-out",
     },
 }  # fmt: skip
-"""Optimiser settings by name; what a recipe does not say is as in Optimizer. docs/recipes.md says why each."""
+"""Optimiser settings by name; other settings have Optimizer's defaults. docs/recipes.md gives the reasons."""
 RECIPES_OF_TEN_EPOCHS: dict[str, dict[str, Any]] = {"fast": {"learning_rate": 0.05}}
-"""What is different where a run has ten epochs or more: its ramp is slower and bears a higher peak."""
+"""Changes for runs of ten epochs or more, whose slower ramp tolerates a higher peak."""

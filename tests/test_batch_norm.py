@@ -225,7 +225,7 @@ class Own(nn.BatchNorm1d):
 
 
 @pytest.mark.parametrize(
-    ("layer", "words"), [(nn.LazyBatchNorm1d(), "no size yet"), (Own(CHANNELS), "Own with a forward of its own")]
+    ("layer", "words"), [(nn.LazyBatchNorm1d(), "no size yet"), (Own(CHANNELS), "Own has its own forward")]
 )
 def test_what_cannot_be_synchronised_is_refused(layer: nn.Module, words: str) -> None:
     with pytest.raises(PlanError, match=words):

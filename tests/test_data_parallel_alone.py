@@ -63,7 +63,7 @@ def test_keyword_of_torch_s_class_is_accepted(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_keyword_of_torch_s_class_is_refused_by_name(name: str) -> None:
-    with pytest.raises(PlanError, match=f"does not take {name}: "):
+    with pytest.raises(PlanError, match=f"does not accept {name}: "):
         syncline.DataParallel(nn.Linear(2, 2), "bucketed", **{name: None})
 
 

@@ -133,7 +133,7 @@ def test_ranks_said_to_share_a_host_must_share_memory(monkeypatch: pytest.Monkey
     """A launcher that takes two machines for one is found out before anything is shared."""
     numbers = iter(range(100))
     monkeypatch.setattr(memory, "_identity", lambda host_index: [host_index, next(numbers)])
-    with pytest.raises(PlanError, match=r"said to be on one host.*Use method bucketed"):
+    with pytest.raises(PlanError, match=r"should be on one host.*Use method bucketed"):
         run_threads(2, ranks_by_host)
 
 

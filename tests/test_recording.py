@@ -173,12 +173,12 @@ def test_model_is_recorded_once_at_a_time_and_a_recording_is_used_once(tmp_path:
     model, optimizer = made()
     with syncline.record(model, optimizer, tmp_path / "first") as recorded:
         with (
-            pytest.raises(UsageError, match="being recorded already"),
+            pytest.raises(UsageError, match="already being recorded"),
             syncline.record(model, optimizer, tmp_path / "b"),
         ):
             pass
         step(model, optimizer)
-    with pytest.raises(UsageError, match="used already"), recorded:
+    with pytest.raises(UsageError, match="already been used"), recorded:
         pass
     with syncline.record(model, optimizer, tmp_path / "second"):
         step(model, optimizer)
@@ -249,7 +249,7 @@ def refusals(model: nn.Module, path: Path) -> list[str]:
 def test_every_rank_of_every_wrapper_is_in_one_folder_with_its_transfers(tmp_path: Path) -> None:
     first, second = syncline.launch(loop_on_rank, str(tmp_path), workers=2, threads=1)
     assert first == second
-    assert "hook is registered already" in first["hooked"][0]
+    assert "hook is already registered" in first["hooked"][0]
     assert [first[name] for name in first if name not in ("hooked", "refused")] == [[]] * 5
     assert "is not empty" in first["refused"][0]
     assert "plain module on 2 ranks" in first["refused"][1]

@@ -280,7 +280,7 @@ def test_recorded_batch_and_model_fill_the_plan_and_no_data_is_looked_for(tmp_pa
     assert plan.compute_note == f"replayed from {tmp_path.name}"
     assert plan.compute_note in sentence
     assert resolve(plan, ranks_per_host=3)[0] == plan
-    with pytest.raises(PlanError, match=r"global_batch is 64, .* 16 samples per worker, which is 48 on 3"):
+    with pytest.raises(PlanError, match=r"global_batch is 64, .* 16 samples per worker, which makes 48 on 3"):
         resolve(Plan(compute=given.compute, workers=3, global_batch=64), ranks_per_host=3)
 
 

@@ -123,7 +123,7 @@ def test_ranks_on_different_hosts_are_refused_by_name() -> None:
             make_sync("shared-memory", comm)
         return error.value.message
 
-    assert run_threads(3, live) == ["ranks 0 and 2 are not on one host, and shared memory reaches no further."] * 3
+    assert run_threads(3, live) == ["ranks 0 and 2 are not on one host, so they cannot share memory."] * 3
 
 
 @pytest.mark.parametrize("kind", ["boot", "net", "pid"])

@@ -1,4 +1,4 @@
-"""Stage 2: one seam, Communicator, between ranks."""
+"""Stage 2: one interface between ranks, Communicator."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def check_one_host(communicator: Communicator) -> None:
     for rank, identity in enumerate(identities):
         if identity != identities[0]:
             raise PlanError(
-                f"ranks 0 and {rank} are not on one host, and shared memory reaches no further.",
+                f"ranks 0 and {rank} are not on one host, so they cannot share memory.",
                 action="Use method bucketed.",
                 rank=communicator.rank,
             )
@@ -64,7 +64,7 @@ def ranks_by_host(communicator: Communicator) -> list[list[int]]:
         apart = [rank for rank in ranks if identities[rank] != identities[ranks[0]]]
         if apart:
             raise PlanError(
-                f"ranks {ranks[0]} and {apart[0]} were said to be on one host ({host}), but share no memory.",
+                f"ranks {ranks[0]} and {apart[0]} should be on one host ({host}), but share no memory.",
                 action="Use method bucketed.",
                 rank=communicator.rank,
             )

@@ -1,6 +1,6 @@
 """Ranks as threads in one process: the same Communicator without processes, sockets or ports.
 
-For tests and for looking closely. Sums are taken in rank order. Torch's random generator is shared by all threads,
+For tests and for looking closely. Sums are in rank order. Torch's random generator is shared by all threads,
 so models with dropout do not belong here.
 """
 

@@ -32,9 +32,9 @@ def make_sync(
     row = METHODS[current_name(method)]
     if row.world == "mpiexec" and not isinstance(communicator.backend, MpiCommunicator | ThreadCommunicator):
         raise PlanError(
-            f"method {row.name} needs ranks that mpiexec started, and these were started otherwise.",
+            f"method {row.name} needs ranks that mpiexec started.",
             action=f"Use `syncline train --method {row.name}`, or `mpiexec -n N python -m syncline.worker PLAN`; "
-            "among ranks of torch, take method bucketed.",
+            "with torch's ranks, use method bucketed.",
         )
     arguments = {**row.presets, **options}
     if row.broadcasts_buffers and batch_norm is not None:

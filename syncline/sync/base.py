@@ -31,7 +31,7 @@ class GradientSync(ABC):
     """True if the summation order changes after the first backward: a run that must be repeatable bit for bit,
     also from a checkpoint, makes one discarded backward first."""
     holds_gradients = False
-    """True if `.grad` lies in the method's buffers, so that gradients take no memory beside them."""
+    """True if `.grad` lies in the method's buffers, so that gradients need no other memory."""
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator

@@ -4,7 +4,7 @@
     broadcast   the same, but rank 0's running statistics replace the others' before every forward
     sync        mean and variance are those of the global batch: the model computes what one worker would compute
 
-Where nothing is said, ddp does what PyTorch does, broadcast; the other methods do local.
+The default is broadcast for ddp, as in PyTorch, and local for the other methods.
 
 SyncBatchNorm does `sync` on any Communicator; torch's is for GPUs only. Each layer sends its count, mean and sum of
 squared deviations forward, and two sums backward. With m values per channel in all, xhat = (x - mean) / sqrt(variance
@@ -46,7 +46,7 @@ def attach(sync: GradientSync, model: nn.Module, policy: BatchNorm | None) -> nn
         if isinstance(sync, DDP | Bucketed):
             refuse_shared_channel(sync.communicator, channel)
         if synchronise_batch_norm(model, Statistics(channel)) is not model:
-            raise PlanError("a model that is a batch norm and nothing else cannot be synchronised.")
+            raise PlanError("cannot synchronise a model that is itself a batch norm.")
     module = sync.attach(model)
     if policy == "broadcast" and not isinstance(sync, DDP):  # which does so by itself
         sync.share_buffers(model)
@@ -206,7 +206,7 @@ def _own_sums(input: Tensor, gradient: Tensor, mean: Tensor, scale: Tensor) -> T
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Statistics of 16-bit values are taken in 32 bits."""
+    """Statistics of 16-bit values are computed in 32 bits."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -220,12 +220,12 @@ def _along(values: Tensor, input: Tensor) -> Tensor:
 
 
 def synchronise_batch_norm(module: nn.Module, statistics: Statistics) -> nn.Module:
-    """The module with every batch norm replaced by a synchronised one, in place; a new one if it is one itself."""
+    """Replace every batch norm of the module in place by a synchronised one; returns a new module if it is one."""
     return _converted(module, statistics, "", {})
 
 
 def _converted(module: nn.Module, statistics: Statistics, label: str, done: dict[int, nn.Module]) -> nn.Module:
-    """A layer that stands in several places is replaced by one that stands in the same."""
+    """A layer that is used in several places is replaced by the same layer in all of them."""
     if id(module) not in done:
         done[id(module)] = module
         if isinstance(module, _BatchNorm):
@@ -246,7 +246,7 @@ def _refuse_what_is_more_than_batch_norm(layer: _BatchNorm, label: str) -> None:
         )
     if kind.forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward):
         raise PlanError(
-            f"layer {label} is a {kind.__name__} with a forward of its own, which cannot be synchronised.",
+            f"cannot synchronise layer {label}: {kind.__name__} has its own forward.",
             action='Use batch_norm = "local" or "broadcast".',
         )
 

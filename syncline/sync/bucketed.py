@@ -91,7 +91,7 @@ class Bucketed(FlatSync):
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         if self._hook is not None:
-            raise PlanError("a communication hook is registered already.")
+            raise PlanError("a communication hook is already registered.")
         self._hook = (state, hook)
 
     @property

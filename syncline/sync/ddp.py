@@ -1,4 +1,4 @@
-"""ddp: PyTorch's own DistributedDataParallel, the outside control.
+"""ddp: PyTorch's own DistributedDataParallel, the control.
 
 Gradients are packed into buckets that are all-reduced while backward still runs. The transfers are torch's own; a
 communication hook that does what DDP does without one writes them into the event log.
@@ -93,7 +93,7 @@ class DDP(GradientSync):
         self._module = None
 
     def trace(self, log: EventLog) -> None:
-        """Write transfers into the log, unless a communication hook of somebody else's makes them."""
+        """Write transfers into the log, unless another communication hook makes them."""
         assert self._module is not None, "attach a model first"
         trace_transfers(self._module, log)
 

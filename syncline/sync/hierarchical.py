@@ -59,7 +59,7 @@ class Hierarchical(Bucketed):
         return [ThreadCommunicator(ThreadWorld(1), 0)]
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        raise PlanError("method hierarchical has no place for a communication hook.", action="Use method bucketed.")
+        raise PlanError("method hierarchical does not support communication hooks.", action="Use method bucketed.")
 
     def allocate(self, layout: Layout) -> dict[Group, Tensor]:
         """Every rank's buffers in one segment a host. Two barriers: the thread that sends and the one that waits are

@@ -129,7 +129,7 @@ def _as_tuple(output: Any) -> tuple[Tensor, ...]:
     parts = (output,) if isinstance(output, Tensor) else output
     if not isinstance(parts, tuple | list) or not all(isinstance(part, Tensor) for part in parts):
         raise PlanError(
-            f"method thread-replicas puts outputs together that are tensors or tuples of them, not {type(output)}.",
+            f"method thread-replicas needs outputs that are tensors or tuples of tensors, not {type(output)}.",
             action="Use another method, such as ddp.",
         )
     return tuple(parts)

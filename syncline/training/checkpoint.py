@@ -1,9 +1,9 @@
-"""Checkpoints: all that a run needs to go on as if it had never stopped, to the last bit.
+"""Checkpoints: all that a run needs to continue as if it had never stopped, to the last bit.
 
 One folder per checkpoint, one file per rank: batch-norm buffers and running sums are each rank's own; parameters and
 optimiser state are the same everywhere, so only the folder's keeper writes them, its first rank. The folder is
 written aside and renamed when all ranks are done, and the one before it is removed after that. What a step draws at
-random follows from its number and is not kept.
+random follows from its number and is not saved.
 
 Nodes without a common folder have one each, with a keeper each. All go on from the newest checkpoint that all have.
 """
@@ -83,7 +83,7 @@ def _restore(tensors: Iterable[tuple[str, Tensor]], saved: dict[str, Tensor], pa
     present = dict(tensors)
     if {name: value.shape for name, value in present.items()} != {name: value.shape for name, value in saved.items()}:
         raise RunFolderError(
-            f"the model is not the one of {path}.", action="Resume with the same model, or start anew."
+            f"the model differs from that of {path}.", action="Resume with the same model, or start a new run."
         )
     with torch.no_grad():
         for name, tensor in present.items():

@@ -19,7 +19,7 @@ from syncline.workload.tasks import Task
 BATCH, LARGE_BATCH = 250, 10
 """Fixed, so that a sample is always computed in the same company, whatever the number of ranks."""
 LARGE = 3 * 64 * 64
-"""Numbers in a sample above which LARGE_BATCH is taken, so that it fits into memory; texts always are large."""
+"""Numbers in a sample above which LARGE_BATCH is used, so that it fits into memory; texts are always large."""
 
 
 @dataclass(frozen=True)

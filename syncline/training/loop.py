@@ -56,7 +56,7 @@ class Loop:
         return self.plan.steps or (self.plan.epochs or 1) * self.sharding.steps_per_epoch
 
     def learning_rate(self, step: int) -> float:
-        """From the step's number alone, so that a run which goes on takes the rates it would have taken."""
+        """From the step's number alone, so that a resumed run uses the same rates."""
         lengths = (self.total_steps, self.plan.global_batch, self.sharding.steps_per_epoch)
         return learning_rate(self.plan.optimizer, step, *lengths)
 

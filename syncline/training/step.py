@@ -42,7 +42,7 @@ class Worker:
     label_smoothing: float = 0.0
     delays: Delays = NO_DELAYS
     accumulate: int = 1
-    """Parts in which the shard is taken."""
+    """Number of parts that the shard is computed in."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A part of the step in the log; it begins with a pause where the plan injects one."""
