@@ -55,7 +55,7 @@ def make_contenders(
     ring = Executor(communicator, make_schedule("ring", world_size))
     direct = Executor(communicator, make_schedule("direct", world_size))
     segment = Segment(communicator, 4 * num_elements * world_size)
-    row = [segment.tensor(torch.float32, num_elements, 4 * num_elements * one) for one in range(world_size)]
+    row = [segment.tensor(torch.float32, num_elements, 4 * num_elements * rank) for rank in range(world_size)]
     barrier, pieces = Barrier(segment, communicator), cut_slice(row, rank)
 
     def scheduled(executor: Executor) -> Callable[[], None]:
@@ -131,14 +131,14 @@ def table(world_size: int, results: dict[int, dict[str, list[float]]]) -> list[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", default="2,4")
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes, with commas between")
-    parser.add_argument("--save", action="store_true", help="keep the result beside this file")
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="bytes, separated by commas")
+    parser.add_argument("--save", action="store_true", help="save the result next to this script")
     chosen = parser.parse_args()
     sizes = [int(size) for size in chosen.sizes.split(",")]
     lines = []
     for world_size in map(int, chosen.workers.split(",")):
         by_rank = run_ranks(measure, (sizes,), workers=world_size, log_dir=None)
-        lines += table(world_size, {size: slowest([one[size] for one in by_rank]) for size in sizes})
+        lines += table(world_size, {size: slowest([seconds[size] for seconds in by_rank]) for size in sizes})
     write_result("allreduce", lines, save=chosen.save)
 
 

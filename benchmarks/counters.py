@@ -55,9 +55,9 @@ def measure(batch: int, rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", default="2")
-    parser.add_argument("--batches", default="8,64", help="images per worker, with commas between")
+    parser.add_argument("--batches", default="8,64", help="images per worker, separated by commas")
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--save", action="store_true", help="keep the result beside this file")
+    parser.add_argument("--save", action="store_true", help="save the result next to this script")
     chosen = parser.parse_args()
     lines = ["| images per worker | workers | step without update, median | both readings, median | share |"]
     lines.append("|---|---|---|---|---|")

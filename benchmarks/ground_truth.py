@@ -9,7 +9,7 @@ for the link from the moment at which its last gradient is there, which the slee
 arrived. A reference from another run would not do: a token bucket does not give back what a pause of the machine
 cost, and where a hypervisor takes cores away the same transfer lasts up to three times as long.
 
-Beside it stands what frames with 66 bytes of headers for 1448 would need at the link's rate, if a bucket started when
+The result also shows what frames of 1448 bytes plus 66 of headers need at the link's rate, if a bucket started when
 it is ready on both ranks and the one before it has passed. Each part must lie within 5 % of the truth; parts that
 should be nothing, below 5 % of the step.
 """
@@ -125,12 +125,12 @@ def traffic(carried: list[tuple[float, int]]) -> list[float]:
 
 
 def spells(carried: list[tuple[float, int]]) -> list[list[float]]:
-    found: list[list[float]] = []
+    moments: list[list[float]] = []
     for moment in traffic(carried):
-        if not found or moment - found[-1][-1] > REST_S:
-            found.append([])
-        found[-1].append(moment)
-    return found
+        if not moments or moment - moments[-1][-1] > REST_S:
+            moments.append([])
+        moments[-1].append(moment)
+    return moments
 
 
 def truth(case: Case, wire_ms: float) -> dict[int, dict[str, float]]:
@@ -164,23 +164,23 @@ def measured(case: Case, steps: int, folder: Path) -> dict[int, dict[str, float]
     for step in counted:
         single = summarise([step], [break_down(step)])
         assert single is not None, "there is a step"
-        for one in single.ranks:
-            parts = {part: seconds * 1e3 for part, seconds in one.parts_s.items()}
-            steps_ms.setdefault(one.rank, []).append({**parts, "step": one.step_s * 1e3})
+        for row in single.ranks:
+            parts = {part: seconds * 1e3 for part, seconds in row.parts_s.items()}
+            steps_ms.setdefault(row.rank, []).append({**parts, "step": row.step_s * 1e3})
     # Medians, here and of the link: one step that the machine disturbed would weigh too much in a mean of few.
     return {
-        rank: {part: statistics.median(one[part] for one in found) for part in found[0]}
-        for rank, found in steps_ms.items()
+        rank: {part: statistics.median(parts[part] for parts in rows) for part in rows[0]}
+        for rank, rows in steps_ms.items()
     }
 
 
-def compared(case: Case, found: dict[int, dict[str, float]], wire_ms: float) -> tuple[list[str], bool]:
+def compared(case: Case, parts_ms: dict[int, dict[str, float]], wire_ms: float) -> tuple[list[str], bool]:
     """Lines of the table, and whether all is within the tolerance."""
     lines, passed = [], True
     for rank, expected in truth(case, wire_ms).items():
-        for part, milliseconds in found[rank].items():
+        for part, milliseconds in parts_ms[rank].items():
             known = expected.get(part, 0.0) if part != "step" else sum(expected.values())
-            error = milliseconds / known - 1 if known else milliseconds / found[rank]["step"]
+            error = milliseconds / known - 1 if known else milliseconds / parts_ms[rank]["step"]
             passed &= abs(error) <= TOLERANCE
             if known or milliseconds >= 0.05:
                 what = f"{error:+.1%}" if known else f"{error:.1%} of the step"
@@ -190,8 +190,8 @@ def compared(case: Case, found: dict[int, dict[str, float]], wire_ms: float) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="steps of each case that are counted")
-    parser.add_argument("--save", action="store_true", help="keep the result beside this file")
+    parser.add_argument("--steps", type=int, default=10, help="counted steps of each case")
+    parser.add_argument("--save", action="store_true", help="save the result next to this script")
     parser.add_argument("--watch-link", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.watch_link:
@@ -205,17 +205,17 @@ def main() -> None:
             str(folder / "run"),
         ]
         watch_link(worker, folder / f"link-{os.environ['RANK']}.json")
-    lines = ["| case | rank | part | truth, ms | found, ms | error |", "|---|---|---|---|---|---|"]
+    lines = ["| case | rank | part | truth, ms | measured, ms | error |", "|---|---|---|---|---|---|"]
     plain = ["| case | waited for the link by its own count, ms (median, quartiles) | ideal, ms |", "|---|---|---|"]
     verdicts = []
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
             print(f"{case.name} …", file=sys.stderr, flush=True)
-            found = measured(case, given.steps, Path(folder))
+            parts_ms = measured(case, given.steps, Path(folder))
             waited = waited_for_link(case, given.steps, Path(folder))
         lower, wire_ms, upper = statistics.quantiles(waited, n=4, method="inclusive")
         plain.append(f"| {case.name} | {wire_ms:.1f}, {lower:.1f} to {upper:.1f} | {ideal_ms(case):.1f} |")
-        rows, passed = compared(case, found, wire_ms)
+        rows, passed = compared(case, parts_ms, wire_ms)
         print("\n".join([plain[-1], *rows]), file=sys.stderr, flush=True)
         lines += rows
         verdicts.append(passed)

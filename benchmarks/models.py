@@ -43,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default=",".join(BATCH_PER_WORKER))
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="keep the result beside this file")
+    parser.add_argument("--save", action="store_true", help="save the result next to this script")
     given = parser.parse_args()
     lines = [f"| model | samples per worker | {' | '.join(METHODS)} | per second | last losses |"]
     lines.append("|---" * (len(METHODS) + 4) + "|")

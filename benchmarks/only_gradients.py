@@ -1,4 +1,4 @@
-"""What travels besides gradients, and what goes wrong where only gradients are sent. Two ranks as threads.
+"""What travels besides gradients, and what goes wrong if only gradients are sent. Two ranks as threads.
 
     python benchmarks/only_gradients.py --save
 
@@ -35,16 +35,16 @@ def run(case: Any, about: Any) -> list[Any]:
     return run_threads(LAB.RANKS, on_rank, deadline_s=600)
 
 
-def apart(one: torch.Tensor, other: torch.Tensor) -> str:
-    found = LAB.distance(one, other)
-    return f"{found:.1e}" if found else "0"
+def apart(first: torch.Tensor, second: torch.Tensor) -> str:
+    distance = LAB.distance(first, second)
+    return f"{distance:.1e}" if distance else "0"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--save", action="store_true", help="keep the result beside this file")
+    parser.add_argument("--save", action="store_true", help="save the result next to this script")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     about = LAB.experiment(chosen.steps, chosen.batch)
@@ -52,12 +52,12 @@ def main() -> None:
     ends.append("|---|---|---|---|---|---|")
     sent = ["| batch norm | gradients | buffers | statistics |", "|---|---|---|---|"]
     for case in LAB.CASES:
-        one, other = run(case, about)
-        distances = f"{apart(one.weights, other.weights)} | {apart(one.running_means, other.running_means)}"
-        rates = ", ".join(f"{accuracy:.1%}" for accuracy in one.accuracies)
+        first, second = run(case, about)
+        distances = f"{apart(first.weights, second.weights)} | {apart(first.running_means, second.running_means)}"
+        rates = ", ".join(f"{accuracy:.1%}" for accuracy in first.accuracies)
         ends.append(f"| {words(case)} | {distances} | {rates} |")
         if case.same_start and case.all_classes:
-            kinds = [one.sent.get(kind, (0, 0)) for kind in LAB.KINDS]
+            kinds = [first.sent.get(kind, (0, 0)) for kind in LAB.KINDS]
             cells = [f"{count} messages, {format_bytes(size)}" if count else "-" for count, size in kinds]
             sent.append(f"| {case.batch_norm} | {' | '.join(cells)} |")
     sizes = f"{chosen.steps} steps of {chosen.batch} synthetic images on {LAB.RANKS} ranks, {LAB.MODEL}."

@@ -7,7 +7,7 @@ in DDP, no callback at the end of a bucket, no record). Writing the log out betw
 turn. The second without a log is the control: what its ratio is off 1 is the machine's noise, not recording.
 
 Steps are noisier than 1 %, so the records themselves are priced too: those of the run are added and written again,
-without anything else at work.
+with nothing else running.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def measure(model: str, batch: int, method: str, rounds: int, folder: str) -> di
 
 def _price(path: Path) -> float:
     """Processor seconds to add and write all records of a log once more."""
-    records = [(one.pop("kind"), one) for one in read_log(path)[1:]]
-    for _, one in records:
+    records = [(record.pop("kind"), record) for record in read_log(path)[1:]]
+    for _, fields in records:
         for key in ("seq", "step", "method"):
-            one.pop(key, None)
+            fields.pop(key, None)
     log = EventLog(path.with_suffix(".again"))
     start = time.process_time()  # of this process alone, whoever else is at work
     for kind, fields in records:
@@ -98,11 +98,11 @@ def _stepper(worker: Worker, sharding: Sharding):  # type: ignore[no-untyped-def
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--models", default="vgg11,cnn", help="with commas between")
+    parser.add_argument("--models", default="vgg11,cnn", help="models, separated by commas")
     parser.add_argument("--batch", type=int, default=64, help="images over all workers")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--save", action="store_true", help="keep the result beside this file")
+    parser.add_argument("--save", action="store_true", help="save the result next to this script")
     chosen = parser.parse_args()
     lines = [f"{chosen.workers} workers, global batch {chosen.batch}, {chosen.rounds} rounds, taking turns.", ""]
     lines += ["| model | method | step, recording off | on | on / off (quartiles) | off / off | records alone |"]

@@ -65,11 +65,11 @@ def measure(model_name: str, batch: int, methods: list[str], rounds: int) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", default="1,2,4")
-    parser.add_argument("--batches", default="8,16,64", help="images per worker, with commas between")
+    parser.add_argument("--batches", default="8,16,64", help="images per worker, separated by commas")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--no-heavy", action="store_true", help="leave out the parameter-heavy model")
-    parser.add_argument("--save", action="store_true", help="keep the result beside this file")
+    parser.add_argument("--save", action="store_true", help="save the result next to this script")
     chosen = parser.parse_args()
     lines = ["| model | images per worker | workers | method | median | time / ddp (quartiles) | time / bare |"]
     lines.append("|---|---|---|---|---|---|---|")

@@ -41,18 +41,18 @@ def take_turns(
 
 def slowest(by_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
     """A synchronous operation lasts as long as its slowest rank needs."""
-    return {name: [max(times) for times in zip(*(one[name] for one in by_rank), strict=True)] for name in by_rank[0]}
+    return {name: [max(turn) for turn in zip(*(rank[name] for rank in by_rank), strict=True)] for name in by_rank[0]}
 
 
 def ratio(above: list[float], below: list[float]) -> tuple[float, float, float]:
     """Median and quartiles of the round-by-round ratio."""
-    ratios = sorted(one / other for one, other in zip(above, below, strict=True))
+    ratios = sorted(top / bottom for top, bottom in zip(above, below, strict=True))
     lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive")
     return statistics.median(ratios), lower, upper
 
 
 def write_result(what: str, lines: list[str], *, save: bool) -> None:
-    """Print the lines; with `save`, keep them beside this file with machine, versions and command."""
+    """Print the lines; with `save`, write them to a file next to this one with machine, versions and command."""
     print("\n".join(lines))
     if not save:
         return
@@ -62,4 +62,4 @@ def write_result(what: str, lines: list[str], *, save: bool) -> None:
     head = [f"# {what}", "", f"Command: `python {' '.join(sys.argv)}`", ""]
     head += [f"- {key}: {value}" for key, value in info.items()]
     path.write_text("\n".join([*head, "", *lines, ""]))
-    print(f"kept in {path}")
+    print(f"saved in {path}")

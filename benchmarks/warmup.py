@@ -6,7 +6,7 @@ Goyal et al. (2017) found, for ResNet-50 on ImageNet with 256 to 8192 images a b
 warm-up, and no warm-up is better than a constant warm-up (a low rate for the first epochs, then a jump). Here the
 same three on a small scale: recipe large-batch, one worker, differing in `optimizer.warmup` and seed alone.
 
-Runs that finished are not repeated: call it again to go on after a stop.
+If you stop it, rerunning it skips the runs that have finished.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from support import write_result
 
 WARMUPS = ("gradual", "none", "constant")
-"""In the order that was found, best first."""
+"""In the order of Goyal et al., best first."""
 SEEDS = (1, 2, 3)
 
 
@@ -50,10 +50,10 @@ def trained(chosen: argparse.Namespace, warmup: str, seed: int) -> dict[str, Any
     return summary
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+def table(summaries_of: dict[str, list[dict[str, Any]]]) -> list[str]:
     lines = ["| warm-up | test accuracy by seed | mean | deviation | training loss of the first epoch, mean |"]
     lines.append("|---|---|---|---|---|")
-    for warmup, summaries in found.items():
+    for warmup, summaries in summaries_of.items():
         values = accuracies(summaries)
         first = statistics.mean(summary["epochs"][0]["train_loss"] for summary in summaries)
         spread = f"{statistics.stdev(values):.2%}" if len(values) > 1 else "-"
@@ -66,16 +66,16 @@ def accuracies(summaries: list[dict[str, Any]]) -> list[float]:
     return [summary["epochs"][-1]["test_accuracy"] for summary in summaries]
 
 
-def findings(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+def findings(summaries_of: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Each step of the order seed by seed, because runs of one seed share their weights and batches."""
     lines = []
     for better, worse in pairwise(WARMUPS):
-        pairs = zip(accuracies(found[better]), accuracies(found[worse]), strict=True)
-        gains = [one - other for one, other in pairs]
+        pairs = zip(accuracies(summaries_of[better]), accuracies(summaries_of[worse]), strict=True)
+        gains = [first - second for first, second in pairs]
         if all(gain > 0 for gain in gains):
-            verdict = "as found by Goyal et al., with every seed"
+            verdict = "as in Goyal et al., with every seed"
         elif all(gain < 0 for gain in gains):
-            verdict = "the other way round than found by Goyal et al., with every seed"
+            verdict = "the opposite of Goyal et al., with every seed"
         else:
             verdict = "undecided: seeds disagree"
         each = ", ".join(f"{100 * gain:+.2f}" for gain in gains)
@@ -90,21 +90,21 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--warmup-epochs", type=float, default=1.0)
     parser.add_argument("--learning-rate", type=float, default=0.04, help="for a batch of 256; scaled by batch / 256")
-    parser.add_argument("--runs", help="folder of the nine runs; runs/warmup-RATE if absent")
-    parser.add_argument("--save", action="store_true", help="keep the result beside this file")
+    parser.add_argument("--runs", help="folder of the nine runs; default runs/warmup-RATE")
+    parser.add_argument("--save", action="store_true", help="save the result next to this script")
     chosen = parser.parse_args()
     name = f"warmup-{chosen.learning_rate:g}"
     chosen.runs = chosen.runs or f"runs/{name}"
     # Seed by seed, so that a study which is stopped has compared something.
-    found: dict[str, list[dict[str, Any]]] = {warmup: [] for warmup in WARMUPS}
+    summaries_of: dict[str, list[dict[str, Any]]] = {warmup: [] for warmup in WARMUPS}
     for seed in SEEDS:
         for warmup in WARMUPS:
-            found[warmup].append(trained(chosen, warmup, seed))
+            summaries_of[warmup].append(trained(chosen, warmup, seed))
     shape = f"vgg11-quarter on {chosen.data}, batch {chosen.batch}, {chosen.epochs} epochs, cosine"
     peak = chosen.learning_rate * chosen.batch / 256
     rates = f"rate {chosen.learning_rate:g} for a batch of 256, {peak:g} when scaled"
     lines = [f"{shape}; {rates}; warm-up of {chosen.warmup_epochs:g} epochs; seeds {', '.join(map(str, SEEDS))}.", ""]
-    write_result(name, [*lines, *table(found), "", *findings(found)], save=chosen.save)
+    write_result(name, [*lines, *table(summaries_of), "", *findings(summaries_of)], save=chosen.save)
 
 
 if __name__ == "__main__":
