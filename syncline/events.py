@@ -186,7 +186,7 @@ def read_events(run: Path) -> Events:
     infos = {part.rank: _info(part.header) for session in sessions for part in session.values()}
     world_size = max(int(part.header.get("world_size", 1)) for part in sessions[-1].values())
     if missing := sorted(set(range(world_size)) - set(infos)):
-        problems.append(f"there is no log of rank {', '.join(map(str, missing))}")
+        problems.append(f"no log of rank {', '.join(map(str, missing))}")
     records: dict[int, list[Record]] = defaultdict(list)
     for number, session in enumerate(sessions):
         for rank, part in session.items():
@@ -218,7 +218,7 @@ def _read_file(path: Path, problems: list[str]) -> list[_Part] | None:
             damaged += 1
     if damaged:
         lines = "1 line" if damaged == 1 else f"{damaged} lines"
-        problems.append(f"{path.name}: {lines} cut short or damaged, left out")
+        problems.append(f"{path.name}: skipped {lines}, cut short or damaged")
     if not parts:
         problems.append(f"{path.name} is empty")
         return None
@@ -226,7 +226,7 @@ def _read_file(path: Path, problems: list[str]) -> list[_Part] | None:
     if newest > FORMAT:
         problems.append(
             f"{path.name} was written by a newer version (format {newest}, this one reads {FORMAT}): "
-            "what it does not know is left out; update Syncline"
+            "what it does not know is skipped; update Syncline"
         )
     return parts
 
@@ -272,8 +272,8 @@ def _align(session: dict[int, _Part], problems: list[str]) -> dict[int, Alignmen
         alignment = alignments[rank] = align(part.header, reference.header, exchanges)
         if alignment.source == "wall clock":
             problems.append(
-                f"rank {rank} has another clock than rank {reference.rank} and did not compare them: aligned by "
-                "the time of day, so wait and wire between them are not to be trusted"
+                f"rank {rank} and rank {reference.rank} did not compare their clocks: aligned by the time of day, so "
+                "do not trust wait and wire between them"
             )
         if not alignment.is_same:
             for record in part.records:

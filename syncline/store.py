@@ -100,7 +100,7 @@ class RunFolder:
             try:
                 stack.enter_context(locked(self.path / ".lock"))
             except BlockingIOError:
-                raise RunFolderError(f"{self.path} is at work in another process.", action="Wait for it.") from None
+                raise RunFolderError(f"another process is using {self.path}.", action="Wait until it ends.") from None
             yield
 
     def discard(self) -> None:
@@ -226,7 +226,7 @@ def create_run(
     path = path or _free_name(ROOT / f"{now:%Y%m%d-%H%M%S}-{kind}-{label}")
     if path.is_dir() and any(path.iterdir()):
         raise RunFolderError(
-            f"{path} is not empty.", action="Choose another --run-dir, or continue that run with --resume."
+            f"{path} is not empty.", action="Choose another --run-dir, or resume that run with --resume."
         )
     info = {"format": FORMAT, "kind": kind, "created": now.isoformat(timespec="microseconds"), "status": "running"}
     info |= more or {}
@@ -275,11 +275,11 @@ def open_run(path: Path | None, *, kind: str | None = None) -> RunFolder:
         path = known[-1].path
     run = RunFolder(path)
     if not (path / "run.json").exists():
-        raise RunFolderError(f"{path} is not a run folder.", action="`syncline runs` lists them.")
+        raise RunFolderError(f"{path} is not a run folder.", action="`syncline runs` lists run folders.")
     version = run.info().get("format", 0)
     if version > FORMAT:
         raise RunFolderError(
-            f"{path} has format {version}, this version reads up to {FORMAT}.", action="Update Syncline."
+            f"{path} has format {version}; this version reads up to {FORMAT}.", action="Update Syncline."
         )
     return run
 
@@ -289,9 +289,9 @@ def resumable_run(path: Path | None) -> RunFolder:
     run = open_run(path, kind="train")
     info = run.info()
     if info["kind"] != "train":
-        raise RunFolderError(f"{run.path} is a {info['kind']} run, which cannot be continued.")
+        raise RunFolderError(f"{run.path} is a {info['kind']} run, which cannot be resumed.")
     if info["status"] == "finished":
-        raise RunFolderError(f"{run.path} is finished: there is nothing to continue.", action="Start a new run.")
+        raise RunFolderError(f"{run.path} is finished: there is nothing to resume.", action="Start a new run.")
     return run
 
 
@@ -332,5 +332,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {path}: {error}.", action="The run folder is damaged.") from error
     if not isinstance(content, dict):
-        raise RunFolderError(f"{path} does not hold an object.", action="The run folder is damaged.")
+        raise RunFolderError(f"{path} does not contain a JSON object.", action="The run folder is damaged.")
     return content

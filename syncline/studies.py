@@ -93,7 +93,7 @@ def write_report(runs: Sequence[Path | str], out: Path | str = "report", *, answ
     paths = [Path(run) for run in runs]
     labs = [path for path in paths if (path / "lab.json").exists()]
     if labs and len(paths) > 1:
-        raise RunFolderError("a lab's folder is reported alone.", action=f"Give only {labs[0]}.")
+        raise RunFolderError("a lab's folder cannot be combined with other runs.", action=f"Give only {labs[0]}.")
     return (
         _report_lab(labs[0], Path(out), answers=answers) if labs else _report_runs(paths, Path(out), answers=answers)
     )
@@ -116,7 +116,7 @@ def _write(run: StudyRun, folder: Path, *, answers: bool) -> Path:
 def _report_lab(folder: Path, out: Path, *, answers: bool) -> Path:
     about = json.loads((folder / "lab.json").read_text())
     if "study" not in about:
-        raise RunFolderError(f"{folder} holds a curve of `syncline scale`.", action="Its report is beside it.")
+        raise RunFolderError(f"{folder} is a curve of `syncline scale`.", action=f"Open {folder / 'report'}.")
     _, study = load_study(about["study"])
     study = study.with_settings(about.get("settings", {}))
     ground = Ground(about["hosts"], about["link"])
@@ -151,7 +151,7 @@ def side_by_side(names: Sequence[str]) -> Study:
         Study,
         {
             "title": "Runs side by side" if len(names) > 1 else f"Run {names[0]}",
-            "question": "What did these runs cost, and what did they reach?",
+            "question": "What did these runs cost, and what did they achieve?",
             "answer": "fastest",
             "answer_stage": "runs",
             "stage": [{"name": "runs"}],
@@ -223,5 +223,5 @@ def with_one(workers: Sequence[int]) -> list[int]:
     """The world sizes in order, with one worker: it is the baseline of every speed-up."""
     sizes = sorted(set(workers))
     if not sizes or sizes[0] < 1:
-        raise PlanError(f"{sizes[0] if sizes else 'no'} workers cannot run.", action="Ask for at least one worker.")
+        raise PlanError(f"cannot run {sizes[0] if sizes else 'no'} workers.", action="Use at least 1 worker.")
     return sizes if 1 in sizes else [1, *sizes]

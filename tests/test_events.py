@@ -68,7 +68,7 @@ def test_truncated_log_shows_what_is_whole(tmp_path: Path) -> None:
     events = read_events(tmp_path)
     assert [step.number for step in events.complete("bucketed")] == [0]
     assert events.problems == [
-        "rank-1.jsonl: 1 line cut short or damaged, left out",
+        "rank-1.jsonl: skipped 1 line, cut short or damaged",
         "rank 1's log ends in step 1, after update",
     ]
 
@@ -80,7 +80,7 @@ def test_damage_in_the_middle_costs_one_line(tmp_path: Path) -> None:
         path.write_text("\n".join([*lines[:place], damage, *lines[place:]]) + "\n")
         events = read_events(tmp_path)
         assert [step.number for step in events.complete("bucketed")] == [0, 1]
-        assert events.problems == ["rank-0.jsonl: 1 line cut short or damaged, left out"]
+        assert events.problems == ["rank-0.jsonl: skipped 1 line, cut short or damaged"]
 
 
 def test_crashed_run_says_where_each_rank_was(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_empty_and_missing_logs_are_said(tmp_path: Path) -> None:
         read_events(tmp_path)
     write_log(tmp_path, 1, [header(1, 3), *whole_step(0)])
     events = read_events(tmp_path)
-    assert events.problems == ["rank-0.jsonl is empty", "there is no log of rank 0, 2"]
+    assert events.problems == ["rank-0.jsonl is empty", "no log of rank 0, 2"]
     assert [step.number for step in events.complete("bucketed")] == [0]
 
 
@@ -173,4 +173,4 @@ def test_clocks_that_were_never_compared_are_said(tmp_path: Path) -> None:
     events = read_events(tmp_path)
     assert events.steps["bucketed"][0].ranks[1].start == 5 * MS
     assert len(events.problems) == 1
-    assert "another clock" in events.problems[0]
+    assert "did not compare their clocks" in events.problems[0]

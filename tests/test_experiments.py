@@ -126,7 +126,7 @@ def test_a_cell_that_is_too_large_by_measured_bytes_is_left_out() -> None:
     measured = [Row("memory", {"model": "mlp"}, figures=figures)]
     assert does_not_fit(cell(2, 800, "ddp"), measured) is None
     assert does_not_fit(cell(2, 900, "ddp"), measured) == (
-        "needs about 1.1 GB of memory, at a measured 1.0 MB per sample; 1.0 GB may be taken"
+        "needs about 1.1 GB of memory, at a measured 1.0 MB per sample; 1.0 GB is available"
     )
     assert needed_bytes(cell(2, 800, "ddp", "thread-replicas"), 1e6, 1e8) == 1.8e9, "rank 0 takes the whole batch too"
     assert does_not_fit(cell(2, 10**9, "ddp"), []) is None
@@ -134,7 +134,7 @@ def test_a_cell_that_is_too_large_by_measured_bytes_is_left_out() -> None:
 
 
 def test_fits_names_an_earlier_stage() -> None:
-    with pytest.raises(PlanError, match="stage link: fits names no earlier stage: 'time'"):
+    with pytest.raises(PlanError, match="stage link: fits must name an earlier stage, not 'time'"):
         parse_study(STUDY.replace('run = "probe"', 'run = "probe"\nfits = "time"'), "x")
 
 

@@ -91,7 +91,7 @@ def test_one_step_rank_by_rank_and_bucket_by_bucket(tmp_path: Path, capsys: pyte
     assert "bucket 0" in capsys.readouterr().out
     with pytest.raises(RunFolderError, match=r"no finished step 9.*0 to 3"):
         explain_step(run, 9)
-    with pytest.raises(RunFolderError, match=r"several methods.*--method, one of: ddp, bucketed"):
+    with pytest.raises(RunFolderError, match=r"several methods.*with --method: ddp, bucketed"):
         explain_step(make_run(tmp_path / "other", ("ddp", "bucketed"), kind="compare"), 1)
 
 
@@ -113,7 +113,7 @@ def test_crashed_run_shows_what_it_did(tmp_path: Path) -> None:
 def test_run_with_nothing_but_warm_up_is_shown_and_said(tmp_path: Path) -> None:
     found = explain(make_run(tmp_path / "run", steps=1))
     assert found.methods[0].breakdown.steps == 1
-    assert found.notes == ["All steps of bucketed are warm-up steps; they are counted all the same."]
+    assert found.notes == ["All steps of bucketed are warm-up steps; they are counted anyway."]
 
 
 def test_run_without_a_finished_step_is_refused(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_hosts_with_their_own_clocks_state_the_interval(tmp_path: Path) -> None:
     write_log(run.path, 1, [header(1, 2, host=1, clock="other"), exchange, *lines])
     found = explain(run)
     assert found.hosts == 2
-    assert found.notes == ["Clocks of 2 hosts were compared by ping, to ±250 µs."]
+    assert found.notes == ["Pings compared the clocks of 2 hosts to within ±250 µs."]
 
 
 def test_words_of_the_command_line(cli: Cli, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_study_runs_to_its_report(finished: tuple[Path, str]) -> None:
 def test_started_again_it_repeats_nothing(finished: tuple[Path, str]) -> None:
     again = run(finished[0], "lab", "small.toml")
     assert again.returncode == 0, again.stderr
-    assert "3 cells, 3 finished earlier and kept" in again.stdout
+    assert "3 cells, 3 already finished" in again.stdout
     assert "[1/3]" not in again.stdout
 
 
@@ -138,7 +138,7 @@ def test_one_scaling_curve(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["lab", "cs745"], "there is no lab 'cs745'"),
+        (["lab", "cs745"], "'cs745' is neither a lab nor a file"),
         (["lab", "cs744", "--hosts", "4"], "--hosts and --link go together"),
         (["scale", "--workers", "many"], "not a list of numbers"),
         (["scale", "--method", "dpp"], "Did you mean 'ddp'?"),

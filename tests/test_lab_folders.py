@@ -69,7 +69,7 @@ def test_the_lab_of_the_docs_runs_as_written(agree: Path) -> None:
     change(agree / "experiments.py", "(1, 1_000_000)", "(1, 1_000)")
     rerun = syncline(agree.parent, *command.split())
     assert rerun.returncode == 0, rerun.stderr
-    assert "3 cells, 2 finished earlier and kept" in rerun.stdout, "only the experiment that was edited"
+    assert "3 cells, 2 already finished" in rerun.stdout, "only the experiment that was edited"
     assert "| 1000 |" in report.read_text()
 
 
@@ -109,7 +109,7 @@ def test_a_folder_goes_by_its_name(agree: Path, given: str, monkeypatch: pytest.
         ("experiments.py", "def agree", "def agreed", r"experiments\.py has no function 'agree'. It defines agreed"),
         ("lab.toml", "experiments.py:", "experiment.py:", r"cannot read .*experiment\.py"),
         ("lab.toml", "experiments.py:agree", "experiments:agree", r"cannot load 'experiments:agree'"),
-        ("lab.toml", 'name = "agree_s"', 'name = "step"', r"value 'step' is Syncline's own"),
+        ("lab.toml", 'name = "agree_s"', 'name = "step"', r"Syncline already has a value 'step'"),
         ("lab.toml", 'unit = "s"', 'unit = "ms"', r"unknown value 'ms'\. .*Choose one of s, B, B/s, %, x, number\."),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_mistake_ends_with_exit_code_2_and_leaves_no_folder(agree: Path) -> No
 
 
 def test_an_empty_folder_is_no_lab(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"holds no lab\.toml"):
+    with pytest.raises(PlanError, match=r"has no lab\.toml"):
         load_study(str(tmp_path))
 
 
@@ -140,7 +140,7 @@ def test_an_answer_that_fails_says_in_which_line(agree: Path) -> None:
     with pytest.raises(SynclineError, match=r"answers\.py, line 17: KeyError: 'agree'\. Finished cells are kept"):
         answers["small-agreement"](rows, {})
     change(agree / "answers.py", 'return missing("a step on two workers")', "return None")
-    with pytest.raises(SynclineError, match=r"answers\.py: small_agreement returned .*, not a sentence"):
+    with pytest.raises(SynclineError, match=r"answers\.py: small_agreement returned .*, not a string"):
         load_answers(agree)["small-agreement"](rows, {"agree": []})
 
 

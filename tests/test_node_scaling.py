@@ -88,7 +88,7 @@ def test_what_an_earlier_stage_does_not_give_is_skipped_with_the_reason() -> Non
     nothing = expand(LAB, BATCH, Ground(), quick=False, best={("resnet50",): {"workers_per_node": 1, "threads": 2}})
     assert {cell.why_not for cell in nothing if cell.plan.model == "resnet50"} == {None}
     assert {cell.why_not for cell in nothing if cell.plan.model == "vgg16"} == {
-        "stage threads measured nothing for vgg16 to take the best of"
+        "stage threads measured nothing for vgg16, so it has no best values"
     }
 
 

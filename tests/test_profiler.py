@@ -29,4 +29,4 @@ def test_totals_are_per_step_and_add_up(tmp_path: Path) -> None:
         ("add", 0.5, 0.0005, 0.0005),
     ]
     assert sum(one.share for one in found.operators) == 1
-    assert found.problems == ["rank-0-step-5.json cannot be read, left out"]
+    assert found.problems == ["rank-0-step-5.json is unreadable and left out"]

@@ -159,7 +159,7 @@ def test_the_same_doubt_about_several_rows_is_said_once() -> None:
     rows = [row("single", 1, *[1.0] * 5), row("ddp", 2, *[0.9] * 5), row("bucketed", 2, *[0.9] * 5)]
     warnings = build_table(Table(title="t", stage="weak", values=["speedup"]), rows).warnings
     assert len(warnings) == 1
-    assert warnings[0].text.endswith("The same for bucketed on 2 workers.")
+    assert warnings[0].text.endswith("The same applies to bucketed on 2 workers.")
 
 
 def test_how_much_of_the_link_is_used() -> None:

@@ -104,7 +104,7 @@ def test_markdown_has_the_same_tables_and_pictures(contents: Contents, tmp_path:
     assert (tmp_path / "report" / "figures" / "step-time-by-method.png").read_bytes().startswith(b"\x89PNG")
     assert contents.answer in text
     assert "| single | 403 ±1 ms |" in text or "| single | 402" in text
-    assert "- not run: cell x: needs 99 GiB" in text
+    assert "- skipped: cell x: needs 99 GiB" in text
 
 
 def test_the_first_screen_says_which_data(contents: Contents) -> None:

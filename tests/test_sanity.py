@@ -17,7 +17,7 @@ def test_efficiency_above_one_is_questioned() -> None:
 def test_ranks_that_disagree_on_one_step_are_named() -> None:
     found = sanity.ranks_disagree([0.89, 1.40, 1.40, 1.40], "vgg11")
     assert found is not None
-    assert "rank 0 says 890 ms" in found.text
+    assert "rank 0 measured 890 ms" in found.text
     assert "1.40 s" in found.text
     assert sanity.ranks_disagree([1.0, 1.05], "x") is None
     assert sanity.ranks_disagree([1.0], "x") is None
@@ -70,7 +70,7 @@ def test_a_rule_is_said_once_for_all_rows_that_break_it() -> None:
     rows = [Row("s", {"method": name, "workers": 2}, seconds=[1.0, 1.0]) for name in ("a", "b", "c", "d", "e", "f")]
     found = sanity.check_rows(rows)
     assert len(found) == 1
-    assert found[0].text.endswith("The same for b on 2 workers, c on 2 workers, d on 2 workers and 2 more.")
+    assert found[0].text.endswith("The same applies to b on 2 workers, c on 2 workers, d on 2 workers and 2 more.")
     assert sanity.check_rows([Row("s", {"method": "a"}, seconds=[1.0] * 5)]) == []
 
 

@@ -109,9 +109,7 @@ def mostly_compute(facts: Facts) -> Advice | None:
     if facts.workers == 1:
         return Advice("mostly compute", f"The step is {share:.0%} compute: faster cores or more workers would help.")
     saves = _parts(facts, "wire", "wait", "pack")
-    text = (
-        f"The step is {share:.0%} compute: another method changes nothing (it saves at most {format_seconds(saves)})."
-    )
+    text = f"The step is {share:.0%} compute: another method would save at most {format_seconds(saves)}."
     return Advice("mostly compute", text, saves)
 
 
@@ -122,12 +120,12 @@ def straggler(facts: Facts) -> Advice | None:
     often = "every step" if worst.late_steps == worst.steps else f"{worst.late_steps} of {worst.steps} steps"
     held_up = "between steps" if worst.phase == BETWEEN else f"in {worst.phase}"
     text = (
-        f"Rank {worst.rank} is late {held_up} by {format_seconds(worst.late_s)} on {often}: "
+        f"Rank {worst.rank} is late {held_up} by {format_seconds(worst.late_s)} in {often}: "
         f"the others wait {worst.waited_share:.0%} of the time"
     )
     if worst.has_fewer_threads:
         text += f"; it has {_threads(worst.threads)}, the others {worst.others_threads}"
-    text += f". Without it a step saves at most {format_seconds(worst.saves_s)}."
+    text += f". Without this, a step would save at most {format_seconds(worst.saves_s)}."
     return Advice("straggler", text, worst.saves_s)
 
 
@@ -136,10 +134,10 @@ def waiting(facts: Facts) -> Advice | None:
     saves = _parts(facts, "wait") - facts.late_s
     if saves < SOME * facts.breakdown.step_s:
         return None
-    text = f"Ranks wait {format_seconds(saves)} of each step for one another, and no rank is always the last"
+    text = f"Ranks wait {format_seconds(saves)} of each step for one another, but no rank is always the last"
     if _short_of_cores(facts):
         text += f": {_all_threads(facts)} threads share {facts.cores} cores of a host, so ranks take turns"
-    return Advice("waiting", f"{text}. Evenly fast ranks save at most {format_seconds(saves)}.", saves)
+    return Advice("waiting", f"{text}. Equally fast ranks would save at most {format_seconds(saves)}.", saves)
 
 
 def wire_bound(facts: Facts) -> Advice | None:
@@ -150,7 +148,7 @@ def wire_bound(facts: Facts) -> Advice | None:
     buckets = _heavy_buckets(facts.breakdown.buckets)
     where = f" on {_name_buckets(buckets, len(facts.breakdown.buckets))}" if buckets else ""
     more = "more workers will not help" if share >= HALF else "more workers shrink only the rest"
-    text = f"{share:.0%} of the step is exposed wire{where}: moving gradients is the limit, {more}."
+    text = f"{share:.0%} of the step is exposed wire{where}: moving gradients is the limit; {more}."
     return Advice("wire", text, wire)
 
 
@@ -161,7 +159,7 @@ def sixteen_bits(facts: Facts) -> Advice | None:
         return None  # nothing is sent that could be made smaller
     saves = _parts(facts, "wire") / 2
     how = "" if "transfer_dtype" in facts.row.options else f" with method {ON_LINKS}"
-    return Advice("16 bits", f"Sending bf16{how} would save at most {format_seconds(saves)}, and is lossy.", saves)
+    return Advice("16 bits", f"Sending bf16{how} would save at most {format_seconds(saves)}, but is lossy.", saves)
 
 
 def overlap(facts: Facts) -> Advice | None:
@@ -221,7 +219,7 @@ def copying(facts: Facts) -> Advice | None:
     if share < SOME:
         return None
     saves = _parts(facts, "pack")
-    text = f"Copying and dividing gradients takes {share:.0%} of the step; without it a step saves at most"
+    text = f"Copying and dividing gradients takes {share:.0%} of the step; without that, it would save at most"
     return Advice("copying", f"{text} {format_seconds(saves)}.", saves)
 
 
@@ -230,7 +228,9 @@ def slow_update(facts: Facts) -> Advice | None:
     if share < MUCH_UPDATE:
         return None
     saves = _parts(facts, "update")
-    text = f"The update takes {share:.0%} of the step: a larger batch makes it rarer; it saves at most"
+    text = (
+        f"The update takes {share:.0%} of the step: a larger batch makes it less frequent, which would save at most"
+    )
     return Advice("update", f"{text} {format_seconds(saves)}.", saves)
 
 
@@ -250,7 +250,7 @@ def unexplained(facts: Facts) -> Advice | None:
     share = facts.breakdown.share("other")
     if share <= UNEXPLAINED:
         return None
-    return Advice("other", f"{share:.0%} of the step is outside every phase of the log, and not explained.")
+    return Advice("other", f"{share:.0%} of the step is outside every phase of the log: nothing explains it.")
 
 
 RULES: tuple[Rule, ...] = (

@@ -1,8 +1,8 @@
 """Compute slowed by communication: what phases cost in real steps against what they cost when nothing is sent.
 
-On a CPU, communication threads take cores and memory bandwidth from backward. Calibration steps (train/calibrate.py)
-give the bare times; the difference is contention. It stands beside hidden communication, which is not free where it
-slows compute.
+On a CPU, communication threads take cores and memory bandwidth from backward. Calibration steps, in which nothing is
+sent (training/calibrate.py), give the bare times; the difference is contention. Reports show it next to hidden
+communication, which is not free if it slows compute.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def _noise(times: Times, phase: str) -> float:
 def describe(measured: Contention | None, *, hidden_s: float, compute: str = "real") -> str:
     """One sentence for `explain`, beside hidden communication."""
     if compute != "real":
-        return f"Compute is {compute}, so communication cannot slow it: contention is not measured."
+        return f"Compute is {compute}, so communication cannot slow it down: contention was not measured."
     if measured is None:
-        return "Contention is not measured: the run has no calibration steps of the same ranks (measure.calibration)."
+        return "Contention was not measured: these ranks took no calibration steps (measure.calibration)."
     slowed = {phase: slowdown for phase, slowdown in measured.phases.items() if slowdown.is_real}
     if not slowed:
         return (

@@ -1,6 +1,6 @@
 """What `syncline explain` says about a run, as data: the breakdown of each method, stragglers, advice, a verdict.
 
-`explain(run)` reads the event logs and puts together what the other modules of this stage find in them. The result
+`explain(run)` reads the event logs and puts together what the other modules of this package find in them. The result
 turns into JSON as it is (`as_document`); reports draw it.
 """
 
@@ -162,12 +162,12 @@ def explain(run: Run, *, method: str | None = None, probe: Run | None = None) ->
     ]
     if not methods:
         raise RunFolderError(
-            f"the event logs of {run.path} hold no step that every rank has finished"
+            f"the event logs of {run.path} hold no step that every rank finished"
             + (f": {'; '.join(events.problems)}." if events.problems else "."),
             action="Run it for longer.",
         )
     if run.status in ("failed", "stopped"):
-        notes.append(f"The run {run.status}: what it did until then is shown.")
+        notes.append(f"The run {run.status}; this shows what it did until then.")
     hosts = len({info.host for info in events.ranks.values()})
     clocks = [
         Clock(rank, alignment.source, alignment.offset_ns / 1e9, alignment.interval_ns / 1e9)
@@ -198,7 +198,9 @@ def explain_step(run: Run, number: int, *, method: str | None = None) -> StepExp
     events = run.events
     names = _chosen(events, method, run)
     if len(names) > 1:
-        raise RunFolderError(f"{run.path} has several methods.", action=f"Add --method, one of: {', '.join(names)}.")
+        raise RunFolderError(
+            f"{run.path} has several methods.", action=f"Choose one with --method: {', '.join(names)}."
+        )
     steps = {step.number: step for step in events.steps.get(names[0], [])}
     if number not in steps:
         there = f"{min(steps)} to {max(steps)}" if steps else "none"
@@ -238,7 +240,7 @@ def _explain_method(
     if breakdown is None:
         return None
     if plan.measure.warmup and len(steps) == len(events.complete(name)):
-        notes.append(f"All steps of {name} are warm-up steps; they are counted all the same.")
+        notes.append(f"All steps of {name} are warm-up steps; they are counted anyway.")
     stragglers = find_stragglers(steps, breakdowns, events.ranks)
     disagreement = find_disagreement(breakdowns)
     facts = Facts(
@@ -277,7 +279,7 @@ def _comparison(methods: Sequence[MethodExplanation], events: Events, plan: Plan
     slowest = max(many, key=lambda method: method.breakdown.median_s)
     times = {row.method: _times(events, row.method, plan.measure.warmup) for row in (quickest, slowest)}
     shared = sorted(times[quickest.method].keys() & times[slowest.method].keys())
-    none = f"Between the methods there is no difference that these {len(shared)} steps could show. {quickest.verdict}"
+    none = f"These {len(shared)} steps show no difference between the methods. {quickest.verdict}"
     if len(shared) < 2:
         return none
     ratio = paired_ratio(*([times[row.method][number] for number in shared] for row in (slowest, quickest)))
@@ -318,9 +320,9 @@ def _clock_note(clocks: Sequence[Clock], hosts: int) -> list[str]:
     pinged = [clock for clock in clocks if clock.source == "ping"]
     if pinged:
         widest = max(clock.interval_s for clock in pinged)
-        return [f"Clocks of {hosts} hosts were compared by ping, to ±{format_seconds(widest)}."]
+        return [f"Pings compared the clocks of {hosts} hosts to within ±{format_seconds(widest)}."]
     if hosts > 1 and all(clock.source == "same clock" for clock in clocks):
-        return [f"The {hosts} hosts are emulated on one machine and read one clock."]
+        return [f"The {hosts} hosts are emulated on one machine and share its clock."]
     return []
 
 

@@ -1,4 +1,4 @@
-"""Sanity rules: what makes a result doubtful, said beside it.
+"""Sanity rules: what makes a result doubtful, as warnings next to it.
 
 Each rule is a pure function from numbers to a sentence, or None where nothing is wrong.
 """
@@ -44,7 +44,7 @@ def efficiency_above_one(efficiency: float, what: str) -> Warning | None:
         return None
     return Warning(
         "efficiency", f"{what}: {efficiency:.0%} efficiency is more than the workers can give; "
-        "suspect the baseline (other threads, colder caches, another load), not a miracle."
+        "suspect the baseline (other threads, colder caches, another load)."
     )  # fmt: skip
 
 
@@ -54,8 +54,8 @@ def ranks_disagree(by_rank: Sequence[float], what: str) -> Warning | None:
         return None
     low, high = min(range(len(by_rank)), key=by_rank.__getitem__), max(range(len(by_rank)), key=by_rank.__getitem__)
     return Warning(
-        "ranks disagree", f"{what}: rank {low} says {format_seconds(by_rank[low])} a step and rank {high} "
-        f"{format_seconds(by_rank[high])}; a synchronous step has one length, so one window leaves something out."
+        "ranks disagree", f"{what}: rank {low} measured {format_seconds(by_rank[low])} a step and rank {high} "
+        f"{format_seconds(by_rank[high])}; a synchronous step has one length, so one of them leaves something out."
     )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def wrong_denominator(counted: int, ran: int, what: str) -> Warning | None:
     """An average over another number than the iterations that ran (after the warm-up)."""
     if counted == ran:
         return None
-    return Warning("denominator", f"{what}: the average divides by {counted}, but {ran} iterations were run.")
+    return Warning("denominator", f"{what}: the average divides by {counted}, but {ran} iterations ran.")
 
 
 def warm_up_inside(seconds: Sequence[float], what: str) -> Warning | None:
@@ -76,7 +76,7 @@ def warm_up_inside(seconds: Sequence[float], what: str) -> Warning | None:
         return None
     return Warning(
         "warm-up", f"{what}: the first timed step took {format_seconds(seconds[0])}, the others "
-        f"{format_seconds(middle)}: a warm-up step is inside the window."
+        f"{format_seconds(middle)}: the timed steps include a warm-up step."
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def too_few_steps(counted: int, what: str) -> Warning | None:
     if counted >= FEWEST_STEPS:
         return None
     steps = "1 timed step" if counted == 1 else f"{counted} timed steps"
-    return Warning("too few steps", f"{what}: {steps}; take at least {FEWEST_STEPS} before believing a median.")
+    return Warning("too few steps", f"{what}: {steps}; time at least {FEWEST_STEPS} before you trust a median.")
 
 
 def other_load(share: float, what: str) -> Warning | None:
@@ -146,7 +146,7 @@ def merged(cases: Sequence[tuple[str, Warning]]) -> Warning:
     if not others:
         return first
     more = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-    return Warning(first.rule, f"{first.text} The same for {more}.")
+    return Warning(first.rule, f"{first.text} The same applies to {more}.")
 
 
 def _name(row: Measured, *, model: bool = False) -> str:

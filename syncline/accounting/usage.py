@@ -1,4 +1,4 @@
-"""What a run used beside time: memory by rank, from the last `memory` record of its log, and operators, as torch's
+"""What a run used besides time: memory by rank, from the last `memory` record of its log, and operators, as torch's
 profiler recorded them."""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def operator_totals(run: Path) -> Profiled | None:
             rows = [_row(operator) for operator in content["operators"]]
             recorded.append((int(content["rank"]), int(content["step"])))
         except (OSError, ValueError, KeyError, TypeError):
-            problems.append(f"{path.name} cannot be read, left out")
+            problems.append(f"{path.name} is unreadable and left out")
             continue
         for name, *figures in rows:
             sums[name] = [before + figure for before, figure in zip(sums[name], figures, strict=True)]

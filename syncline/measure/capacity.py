@@ -1,8 +1,8 @@
-"""How much memory one sample of a model takes, measured in a child process that may not take more than it is given.
+"""How much memory one sample of a model needs, measured in a child process with limited memory.
 
-The child takes training steps on growing batches and says its peak after each; the slope is the bytes per sample. An
-address-space limit is on it all the while, so that a wrong guess ends the child and nothing else. What was found is
-then tried: a second child, with room for 1.5 times CHECKED samples, must manage CHECKED and be refused twice as many.
+The child trains on growing batches and prints its peak after each; the slope is the bytes per sample. An
+address-space limit makes sure that a wrong guess ends the child and nothing else. A second child checks the result:
+with room for 1.5 times CHECKED samples, it must manage CHECKED and be refused twice as many.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def capacity(rank: Any) -> list[dict[str, Any]]:
     room = available_bytes() * SHARE
     measured = in_child(plan.model, round(room), BATCHES)
     if len(measured) < 2:
-        raise SynclineError(f"{plan.model} has no memory for batches of {BATCHES[1]}.", action="Free some memory.")
+        raise SynclineError(
+            f"there is not enough memory to train {plan.model} on {BATCHES[1]} samples.", action="Free some memory."
+        )
     per_sample, process = fitted(measured)
     tried = in_child(plan.model, round(1.5 * CHECKED * per_sample), (CHECKED, 2 * CHECKED))
     holds = [batch for batch, _ in tried] == [CHECKED]
@@ -64,12 +66,12 @@ def ladder(first: int, per_sample: float, process: float, room: float) -> list[i
 
 
 def in_child(model: str, limit: int, batches: Sequence[int]) -> list[tuple[int, int]]:
-    """(batch, peak bytes) of each batch that the limit allowed; the limit is on what the child takes for batches."""
+    """(batch, peak bytes) of each batch within the limit, which counts only what the child allocates for batches."""
     command = [sys.executable, "-P", "-m", "syncline.measure.capacity", model, str(limit), *map(str, batches)]
     child = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if child.returncode != 0:
         last = child.stderr.strip().splitlines()[-1:] or ["no reason given"]
-        raise SynclineError(f"the memory of {model} could not be measured: {last[0]}", action="Look at its model.")
+        raise SynclineError(f"cannot measure the memory that {model} needs: {last[0]}", action="Check the model.")
     return [(result["batch"], result["peak"]) for result in map(json.loads, child.stdout.splitlines())]
 
 

@@ -71,7 +71,7 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
 
 
 def _interval(value: float, estimate: float, margin: float) -> tuple[float, float]:
-    """Around the free estimate, cut at 0, and never without the value that was taken."""
+    """Around the free estimate, cut at 0, and always including the value used."""
     return min(value, max(0.0, estimate - margin)), max(value, estimate + margin)
 
 
@@ -101,7 +101,7 @@ class SerialFit:
     share: float
     """s, between 0 and 1."""
     interval: tuple[float, float] | None
-    """Holds s with 95 %; None below three sizes beside one node, where it cannot be told."""
+    """Holds s with 95 %; None below three sizes besides one node."""
     worst_deviation: float
     """Largest distance of a measured speed-up from the law, as a share of the law's."""
 

@@ -1,4 +1,4 @@
-"""What the way between ranks can do: each operation by message size, timed and checked, on ranks of any launcher.
+"""What the links between ranks can do: each operation by message size, timed and checked, on ranks of any launcher.
 
 All sizes take turns, so that a noisy moment hits each alike. Before each repetition all ranks meet; its time is the
 slowest rank's, from leaving the meeting to having its result. A send and its receive are timed there and back, and
@@ -204,7 +204,7 @@ def run_probe(
 ) -> list[dict[str, Any]]:
     """The rows of the probe, the same on every rank. Collective; the communicator is the one without wrappers."""
     if communicator.world_size < 2:
-        raise PlanError("a probe needs somebody to talk to.", action="Take at least 2 workers.")
+        raise PlanError("a probe sends messages between ranks.", action="Use at least 2 workers.")
     cells = [cell for backend in backends for cell in CELLS[backend](communicator, backend, sizes)]
     total = (WARMUP_VISITS + visits) * len(cells)
     for visit in range(WARMUP_VISITS + visits):
@@ -228,7 +228,7 @@ def _visit(communicator: Communicator, cell: Cell, *, counts: bool) -> None:
         if not cell.is_right():
             raise CommunicationError(
                 f"{cell.operation} of {format_bytes(cell.num_bytes)} over {cell.backend} gave wrong values.",
-                action="Nothing that this backend computes can be trusted.",
+                action="Do not trust any result of this backend.",
                 rank=communicator.rank,
             )
 

@@ -1,5 +1,5 @@
 """Draws what accounting/explanation.py found: the table of parts, the verdict, one step bucket by
-bucket; and what the run used beside time: bytes on the wire, rates of the buckets, memory, operators."""
+bucket; and what the run used besides time: bytes on the wire, rates of the buckets, memory, operators."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ WIDTH = 100
 Row = tuple[str, float, Mapping[str, float], float]
 """Name, step, parts, hidden."""
 CAPTION = (
-    "Milliseconds, means over {steps} steps (warm-up steps cut: {warmup}); the parts add up to the step.\n"
-    "wait: for a slower rank; wire: gradients on their way that backward did not hide. Hidden: the part that it did."
+    "Milliseconds, means over {steps} steps after {warmup} warm-up steps; the parts add up to the step.\n"
+    "wait: for a slower rank; wire: transfers that backward did not hide; hidden: those that it did."
 )
 
 
@@ -51,7 +51,7 @@ def show_step(explanation: StepExplanation) -> None:
     for rank in explanation.ranks:
         _show_buckets(rank)
     if explanation.missing:
-        print(f"not finished by rank {', '.join(map(str, explanation.missing))}")
+        print(f"rank {', '.join(map(str, explanation.missing))} did not finish this step")
     for text in explanation.problems:
         _paragraph(f"The log: {text}.")
 
@@ -135,7 +135,7 @@ MOST_OPERATORS = 10
 
 
 def show_resources(method: MethodExplanation, *, several: bool) -> None:
-    """In a comparison only what does not fit: the tables would hide it."""
+    """In a comparison only warnings: tables of every method would bury them."""
     bandwidth = method.bandwidth
     if bandwidth is not None and bandwidth.note:
         print(f"\nWARNING: {method.method}: {bandwidth.note}.")
@@ -229,5 +229,5 @@ def show_profile(profile: Profiled | None) -> None:
         for operator in profile.operators[:MOST_OPERATORS]
     ]
     where = ", ".join(f"rank {rank} step {step}" for rank, step in profile.recorded)
-    caption = f"Per step, without the operators that it calls. Recorded: {where}; recording slows a step down."
+    caption = f"Per step, excluding the operators that it calls. Recorded: {where}; recording slows a step down."
     print_table(["operator", "calls", "time", "share"], rows, caption=caption)

@@ -107,7 +107,7 @@ def markdown(contents: Contents) -> str:
             lines.append(f"| {' | '.join([*about, *verdicts])} |")
         lines.append("")
     lines += ["## Repeat it", "", "```", contents.repeat, "```", ""]
-    lines += [f"- not run: {name}: {why}" for name, why in contents.skipped]
+    lines += [f"- skipped: {name}: {why}" for name, why in contents.skipped]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -63,7 +63,7 @@ def missing(what: str) -> str:
 
 
 def fastest(rows: Rows, _: Mapping[str, Rows]) -> str:
-    """Which method to take at the largest size, and what it gives against one worker."""
+    """Which method to use at the largest size, and what it gives against one worker."""
     most = max((row.workers for row in rows), default=1)
     there = [row for row in rows if row.workers == most and row.method != BASELINE and row.seconds]
     if most == 1 or not there:

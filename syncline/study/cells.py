@@ -18,7 +18,7 @@ from syncline.study.file import Stage, Study
 from syncline.study.lab_code import call_identity
 
 VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker", "batch_per_node")
-"""Keys of a study that are none of a plan."""
+"""Keys of a study that a plan does not have."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Cell:
 
     @property
     def digest(self) -> str:
-        """Changes with anything that changes the result, so that a cell of another study is never taken for this."""
+        """Changes with anything that changes the result, so that no other cell is mistaken for this one."""
         plan = {**self.plan.model_dump(mode="json"), "compute": self.plan.compute_note}  # wherever the folder lies
         call = call_identity(self.call) if self.call else None
         parts = [self.run, call, list(self.methods), plan, self.round]
@@ -75,7 +75,7 @@ class Cell:
 
 
 Chosen = Mapping[tuple[Any, ...], Mapping[str, Any]]
-"""What an earlier stage found best: for each choice of `each` values, the values of the keys taken."""
+"""What an earlier stage found best: for each choice of `each` values, the values of its keys."""
 
 
 Recorded = Mapping[tuple[str, int], str]
@@ -159,7 +159,7 @@ def _cells(
         for method in (name for name in methods if method_of(name).one_host):
             plan = _plan(stage, {**values, "nodes": 1, "method": method}, ground)
             cell = Cell(stage.name, stage.run, plan, (), {**point, "method": method}, number, stage.call)
-            left_out.append(replace(cell, why_not=f"method {method} is for ranks of one host"))
+            left_out.append(replace(cell, why_not=f"method {method} runs on one host only"))
         if left_out and len(left_out) == len(methods):
             return left_out
         methods = [name for name in methods if not method_of(name).one_host]
@@ -212,7 +212,7 @@ def _inherited(
     if group in best:
         return best[group], None
     who = f" for {', '.join(map(str, group))}" if group else ""
-    return first[group], f"stage {stage.best_of.stage} measured nothing{who} to take the best of"
+    return first[group], f"stage {stage.best_of.stage} measured nothing{who}, so it has no best values"
 
 
 def _placeholder(study: Study, stage: Stage, *, quick: bool) -> Chosen:
@@ -224,7 +224,7 @@ def _placeholder(study: Study, stage: Stage, *, quick: bool) -> Chosen:
     own = {**stage.grid, **(stage.quick.grid if quick else {})}
     for key in (*stage.best_of.keys, *stage.best_of.each):
         if key not in grid and not (earlier.best_of and key in earlier.best_of.keys):
-            raise PlanError(f"stage {stage.name}: best_of takes {key}, which stage {earlier.name} does not vary.")
+            raise PlanError(f"stage {stage.name}: best_of asks for {key}, which stage {earlier.name} does not vary.")
     inherited = _placeholder(study, earlier, quick=quick) if earlier.best_of else {}
     first = next(iter(inherited.values()), {})
     values = {key: grid[key][0] if key in grid else first[key] for key in stage.best_of.keys}

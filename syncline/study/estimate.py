@@ -150,7 +150,7 @@ def does_not_fit(cell: Cell, measured: Sequence[Row]) -> str | None:
         return None
     each = format_bytes(round(figures["bytes_per_sample"]))
     free = format_bytes(round(room))
-    return f"needs about {format_bytes(needed)} of memory, at a measured {each} per sample; {free} may be taken"
+    return f"needs about {format_bytes(needed)} of memory, at a measured {each} per sample; {free} is available"
 
 
 def needed_bytes(cell: Cell, bytes_per_sample: float, process_bytes: float) -> int:

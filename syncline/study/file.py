@@ -22,7 +22,7 @@
     values = ["step"]
 
 Besides the keys of a plan, `nodes` (hosts where hosts are emulated, workers otherwise), `workers_per_node`,
-`batch_per_worker` and `batch_per_node` may be given; they become hosts, workers and global_batch.
+`batch_per_worker` and `batch_per_node` are allowed; they become hosts, workers and global_batch.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Stage(Section):
     @model_validator(mode="after")
     def _keys_agree(self) -> Self:
         if (self.run == "function") != (self.call is not None):
-            raise ValueError(f'stage {self.name}: call goes with run = "function", and only with it.')
+            raise ValueError(f'stage {self.name}: run = "function" needs a call, and no other run has one.')
         for key, values in (*self.grid.items(), *self.quick.grid.items()):
             if not values:
                 raise ValueError(f"stage {self.name}: grid key {key} has no values.")
@@ -120,7 +120,7 @@ class Table(Section):
     @model_validator(mode="after")
     def _shows_something(self) -> Self:
         if (self.kind == "values") != bool(self.values):
-            raise ValueError(f"table {self.title!r}: kind values needs values, and no other kind takes any.")
+            raise ValueError(f"table {self.title!r}: the kind values needs values; other kinds have none.")
         return self
 
 
@@ -190,17 +190,16 @@ class Study(Section):
         uses += [(f"question {ask.text!r}", stage) for ask in self.asks for stage in (ask.stage, *ask.with_stages)]
         uses.append(("answer_stage", self.answer_stage))
         for number, stage in enumerate(self.stage):
-            if stage.best_of is not None and stage.best_of.stage not in names[:number]:
-                raise ValueError(f"stage {stage.name}: best_of names no earlier stage: {stage.best_of.stage!r}.")
-            for key, other in (("replay", stage.replay), ("fits", stage.fits)):
+            best_of = stage.best_of.stage if stage.best_of is not None else None
+            for key, other in (("best_of", best_of), ("replay", stage.replay), ("fits", stage.fits)):
                 if other is not None and other not in names[:number]:
-                    raise ValueError(f"stage {stage.name}: {key} names no earlier stage: {other!r}.")
+                    raise ValueError(f"stage {stage.name}: {key} must name an earlier stage, not {other!r}.")
         for what, name in uses:
             if name not in names:
-                raise ValueError(f"{what}: there is no stage {name!r}; stages are {', '.join(names)}.")
+                raise ValueError(f"{what}: unknown stage {name!r}; choose one of {', '.join(names)}.")
         for value in self.value:
             if value.name in VALUES:
-                raise ValueError(f"value {value.name!r} is Syncline's own; give yours another name.")
+                raise ValueError(f"Syncline already has a value {value.name!r}; choose another name.")
         known = [*(value.name for value in self.value), *VALUES, *(value.name for value in _built_in_values())]
         shown = [*(table.values for table in self.table), *(figure.values for figure in self.figure)]
         for name in sorted({name for names in shown for name in names} - set(known)):
@@ -255,9 +254,9 @@ def load_study(name: str) -> tuple[str, Study]:
     folder = path if path.is_dir() else path.parent if path.name == LAB_FILE else None
     file = path if folder is None else folder / LAB_FILE
     if not file.is_file():
-        problem = f"there is no lab {name!r} and no such file" if folder is None else f"{name} holds no {LAB_FILE}"
+        problem = f"{name!r} is neither a lab nor a file" if folder is None else f"{name} has no {LAB_FILE}"
         known = ", ".join(built_in_labs())
-        raise PlanError(f"{problem}.", action=f"Labs: {known}; or a folder with a {LAB_FILE}, or a TOML file.")
+        raise PlanError(f"{problem}.", action=f"Choose one of {known}, a folder with a {LAB_FILE}, or a TOML file.")
     short = path.stem if folder is None else folder.resolve().name
     own = {} if folder is None else load_answers(folder)
     return short, parse_study(file.read_text(), f"lab {name}" if built_in else str(file), file.parent, own)

@@ -1,6 +1,6 @@
 """A lab's own code: `answers.py` and `experiments.py` beside its `lab.toml`, loaded by their path.
 
-Mistakes in these files are told by file and line, before anything runs.
+A mistake in these files is reported by file and line before anything runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def load_file(path: Path) -> ModuleType:
     name = f"_syncline_lab_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise PlanError(f"cannot read {path}.", action="Put it there, or correct the name.")
+        raise PlanError(f"cannot read {path}.", action="Create the file, or correct its name.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up
     try:
@@ -98,7 +98,7 @@ def _guarded(function: Answer, name: str, path: Path) -> Answer:
             action = "Finished cells are kept: correct it and run the same command again."
             raise SynclineError(f"{blame(error, path)}.", action=action) from error
         if not isinstance(text, str):
-            raise SynclineError(f"{path}: {name} returned {text!r}, not a sentence.")
+            raise SynclineError(f"{path}: {name} returned {text!r}, not a string.")
         return text
 
     return answer

@@ -130,7 +130,7 @@ class StudyRun:
         left = [cell for cell in planned if not is_finished(cell.folder_in(self.cell_folder))]
         seconds = sum(guesses[cell.name].seconds for cell in left)
         memory = max((guesses[cell.name].memory_bytes for cell in left), default=0)
-        finished = f", {len(planned) - len(left)} finished earlier and kept" if len(left) < len(planned) else ""
+        finished = f", {len(planned) - len(left)} already finished" if len(left) < len(planned) else ""
         self.voice.say(f"{self.study.title}\n{len(planned)} cells{finished}; {self.folder}")
         if left:
             self.voice.say(f"estimate: {_minutes(seconds)}, up to {format_bytes(memory)} of memory")

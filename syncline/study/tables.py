@@ -119,7 +119,7 @@ def _marks(rows: Sequence[Row]) -> list[str]:
 
 
 def _beside_marks(warnings: Sequence[Warning], rows: Sequence[Row]) -> list[Warning]:
-    """A mark that all rows have stands below the table once: then it is no doubt about some of them."""
+    """Without the marks that all rows share: those are printed once below the table."""
     alike = all(any(mark.startswith(own.text) for own in row.marks) for mark in _marks(rows) for row in rows)
     return [warning for warning in warnings if not (alike and warning.rule == "unreal time")]
 
