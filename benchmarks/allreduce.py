@@ -9,14 +9,12 @@ Gloo's time to the contender's, round by round: above 1 is faster than Gloo.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from support import Contender, ratio, slowest, take_turns, write_result
+from support import Contender, join_world, ratio, slowest, take_turns, write_result
 from torch import Tensor
 
 from syncline.collectives.execute import Executor
@@ -24,7 +22,7 @@ from syncline.collectives.patterns import make_schedule
 from syncline.collectives.schedule import chunk_bounds
 from syncline.comm import Communicator, instrumented
 from syncline.comm.shared_memory import Barrier, Segment
-from syncline.comm.torch_backend import TorchCommunicator, connect
+from syncline.comm.torch_backend import TorchCommunicator
 from syncline.launcher.here import run_ranks
 from syncline.spans import EventLog
 from syncline.sync.shared_memory import average_pieces, cut_slice
@@ -35,8 +33,7 @@ SIZES = (4_096, 65_536, 1_048_576, 36_924_456, 268_435_456)
 
 def measure(sizes: list[int]) -> dict[int, dict[str, list[float]]]:
     """On one rank: the seconds of every contender at every size."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = connect(backend="gloo", rank=rank, world_size=world_size, deadline=timedelta(seconds=120))
+    backend = join_world()
     communicator = instrumented(backend, EventLog(keep=False), deadline_s=120)
     results = {}
     for size in sizes:

@@ -8,18 +8,15 @@ Both readings of a step (before and after) are timed together, taking turns with
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from support import Contender, slowest, take_turns, write_result
+from support import Contender, join_world, slowest, take_turns, write_result
 from torch.nn.functional import cross_entropy
 
 from syncline.comm import instrumented
 from syncline.comm.counters import StepTraffic
-from syncline.comm.torch_backend import connect
 from syncline.launcher.here import run_ranks
 from syncline.spans import EventLog
 from syncline.sync import make_sync
@@ -28,8 +25,7 @@ from syncline.workload.models import build_model
 
 
 def measure(batch: int, rounds: int) -> dict[str, list[float]]:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = connect(backend="gloo", rank=rank, world_size=world_size, deadline=timedelta(seconds=120))
+    backend = join_world()
     communicator = instrumented(backend, EventLog(keep=False), deadline_s=120)
     images = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
     labels = torch.randint(10, (batch,))

@@ -13,19 +13,16 @@ with nothing else running.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from support import Contender, ratio, slowest, take_turns, write_result
+from support import Contender, join_world, ratio, slowest, take_turns, write_result
 
 from syncline.comm import instrumented
-from syncline.comm.torch_backend import connect
 from syncline.launcher.here import run_ranks
 from syncline.plan import load_plan
 from syncline.spans import EventLog, read_log
@@ -41,8 +38,8 @@ METHODS = ("all-reduce", "ddp", "bucketed", "ring", "shared-memory")
 
 
 def measure(model: str, batch: int, method: str, rounds: int, folder: str) -> dict[str, list[float]]:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = connect(backend="gloo", rank=rank, world_size=world_size, deadline=timedelta(seconds=120))
+    backend = join_world()
+    rank, world_size = backend.rank, backend.world_size
     plan = load_plan(None, {"model": model, "data": "synthetic", "global_batch": batch, "workers": world_size})
     batches = ImageBatches(synthetic_images(), seed=1, channels_last=True)
     contenders, logs, communicators = {}, [], []

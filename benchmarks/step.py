@@ -9,18 +9,15 @@ by round: below 1 is faster than DDP.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from support import Contender, ratio, slowest, take_turns, write_result
+from support import Contender, join_world, ratio, slowest, take_turns, write_result
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from syncline.comm import instrumented
-from syncline.comm.torch_backend import connect
 from syncline.launcher.here import run_ranks
 from syncline.spans import EventLog
 from syncline.sync import make_sync
@@ -36,10 +33,9 @@ def parameter_heavy() -> nn.Module:
 
 
 def measure(model_name: str, batch: int, methods: list[str], rounds: int) -> dict[str, list[float]]:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    backend = connect(backend="gloo", rank=rank, world_size=world_size, deadline=timedelta(seconds=120))
+    backend = join_world()
     communicator = instrumented(backend, EventLog(keep=False), deadline_s=120)
-    torch.manual_seed(rank)
+    torch.manual_seed(backend.rank)
     images = torch.randn(batch, 3, 32, 32).to(memory_format=torch.channels_last)
     labels = torch.randint(10, (batch,))
     contenders = {}

@@ -7,9 +7,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 
+from syncline.comm.torch_backend import TorchCommunicator, connect
+from syncline.launcher.adopt import placement_from_environment
 from syncline.store import machine
 
 
@@ -20,6 +22,13 @@ class Contender:
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
     check: Callable[[], object] = lambda: None
+
+
+def join_world() -> TorchCommunicator:
+    """On a rank: join the Gloo group that the launcher's environment describes."""
+    place = placement_from_environment()
+    assert place is not None, "run_ranks sets the environment"
+    return connect(place, backend="gloo", deadline=timedelta(seconds=120))
 
 
 def take_turns(
