@@ -62,7 +62,7 @@ def estimated_bytes(*, hosts: int, ranks: int, weights_bytes: float, replayed: b
 
 
 def check_memory(*, hosts: int, ranks: int, weights_bytes: float, replayed: bool = False) -> str:
-    """A sentence on what will be needed; more than there is is refused before anything starts."""
+    """A sentence on the memory needed. A UsageError, before anything starts, if the machine has less available."""
     needed = estimated_bytes(hosts=hosts, ranks=ranks, weights_bytes=weights_bytes, replayed=replayed)
     there = available_bytes()
     if needed > there:

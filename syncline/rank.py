@@ -35,7 +35,7 @@ class Rank:
     at_end: ExitStack = field(default_factory=ExitStack)
     """What to close when the rank's work is done."""
     restarted: bool = False
-    """The launcher has started all ranks before: there may be a checkpoint to go on from."""
+    """The launcher has started all ranks before: there may be a checkpoint to resume from."""
 
     @property
     def number(self) -> int:
@@ -86,7 +86,7 @@ def _device(plan: Plan, place: Placement) -> torch.device:
     if plan.device == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise PlanError("device cuda was asked for, but torch sees no GPU.", action="Take device cpu.")
+        raise PlanError("the plan asks for device cuda, but torch sees no GPU.", action="Use device cpu.")
     torch.cuda.set_device(place.local_rank)
     return torch.device("cuda", place.local_rank)
 
@@ -100,7 +100,7 @@ def backend_of(plan: Plan, place: Placement) -> Communicator:
     meeting = None if place.master_addr else find_meeting(place)
     if not place.master_addr and meeting is None:
         raise PlanError(
-            f"{place.launcher} gives ranks on several hosts no place to meet, which method {plan.method} needs.",
-            action="Take method mpi, start with torchrun, or set MASTER_ADDR and MASTER_PORT.",
+            f"{place.launcher} does not tell ranks on several hosts where to meet, which method {plan.method} needs.",
+            action="Use method mpi, start with torchrun, or set MASTER_ADDR and MASTER_PORT.",
         )
     return connect(place, backend=plan.backend or "gloo", deadline=deadline, meeting=meeting)

@@ -95,20 +95,20 @@ def _folder_of_node(
 ) -> tuple[RunFolder, bool]:
     """The run's folder on a node that does not own it: node 0's own if this node sees it (then it is a guest there),
     otherwise one of the same name. In that case the node's event logs go to node 0 at the end."""
-    chosen = here.member.shared()
+    choice = here.member.shared()
     first_rank = here.first_rank(plan.workers)
-    run = RunFolder(Path(chosen["run"]), keeper=first_rank)
-    more = {"created": chosen["created"], "node": here.node.node_rank}
-    known = run.info() if (run.path / "run.json").exists() else {}
-    if known.get("created") == chosen["created"] and "node" not in known:
+    run = RunFolder(Path(choice["run"]), keeper=first_rank)
+    more = {"created": choice["created"], "node": here.node.node_rank}
+    info = run.info() if (run.path / "run.json").exists() else {}
+    if info.get("created") == choice["created"] and "node" not in info:
         return RunFolder(run.path), True
-    if known.get("created") != chosen["created"]:
+    if info.get("created") != choice["created"]:
         if old is not None:
             raise RunFolderError(
                 f"{run.path} on host {here.hosts[here.node.node_rank][0]} is not the run that node 0 continues.",
-                action="Start every node in the folder that it was started in.",
+                action="Start every node in the same folder as before.",
             )
-        made = create_run(run.path, kind=kind, plan=plan, label=label, more=more)
-        run = RunFolder(made.path, made.made, first_rank)
+        created = create_run(run.path, kind=kind, plan=plan, label=label, more=more)
+        run = RunFolder(created.path, created.made, first_rank)
     here.files = lambda: sorted((run.path / "events").glob("rank-*.jsonl"))
     return run, False

@@ -80,8 +80,8 @@ def compare(plan: Plan, run: RunFolder, methods: Sequence[str], voice: Voice) ->
         parts = (rank.communicator, batches, rank.device, rank.log, display)
         meter = LoadMeter()
         rows = Comparison(plan, entries, *parts).run()
-        others = meter.others(rank.communicator)
-        return [{**row, "other_load": others, "train_samples": batches.num_train} for row in rows]
+        other_load = meter.others(rank.communicator)
+        return [{**row, "other_load": other_load, "train_samples": batches.num_train} for row in rows]
 
 
 def probe(
@@ -159,9 +159,9 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, voice: Voice) -> dict[st
         loop = Loop(plan, worker, sharding, rank.communicator, display, checkpoints, watch_steps, run.keeper)
         meter = LoadMeter()
         progress, seconds = loop.run(resume=resume)
-        others = meter.others(rank.communicator)
+        other_load = meter.others(rank.communicator)
     note_memory(rank.log, model, sync)
-    summary = {"other_load": others} | _summary(plan, batches, model, progress, seconds)
+    summary = {"other_load": other_load} | _summary(plan, batches, model, progress, seconds)
     return summary if rank.number == 0 else None
 
 
@@ -252,25 +252,27 @@ def _file_batches(rank: Rank) -> FileBatches:
 
 def _check_same_samples(rank: Rank, index: ImageIndex) -> None:
     """Hosts may have copies of a folder that differ; a global batch would then mean something else on each."""
-    own = torch.frombuffer(bytearray(digest(index)), dtype=torch.int64).to(rank.communicator.device)
+    own_digest = torch.frombuffer(bytearray(digest(index)), dtype=torch.int64).to(rank.communicator.device)
     with rank.communicator.scope("same samples"):
-        others = [part.item() for part in rank.communicator.all_gather(own)]
-    differing = [number for number, other in enumerate(others) if other != others[0]]
+        digests = [part.item() for part in rank.communicator.all_gather(own_digest)]
+    differing = [number for number, other in enumerate(digests) if other != digests[0]]
     if differing:
         ranks = ", ".join(map(str, differing))
-        raise DataError(f"Rank {ranks} finds other images in {index.folder} than rank 0.", action="Make them equal.")
+        raise DataError(
+            f"The images in {index.folder} differ between rank 0 and rank {ranks}.", action="Copy rank 0's."
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train a plan as one rank of a world that another launcher started."""
     parser = argparse.ArgumentParser(prog="python -m syncline.worker", description=main.__doc__)
     parser.add_argument("plan", type=Path, help="the plan, a TOML file")
-    parser.add_argument("--run-dir", type=Path, help="where the run is written; made up if absent")
+    parser.add_argument("--run-dir", type=Path, help="where to write the run; by default, a new folder")
     parser.add_argument("--resume", action="store_true", help="continue the run in --run-dir")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     watch.watch_parent()
     try:
-        summary = _train_elsewhere(given.plan, given.run_dir, resume=given.resume)
+        summary = _train_elsewhere(options.plan, options.run_dir, resume=options.resume)
     except SynclineError as error:
         print(f"syncline: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -166,7 +166,7 @@ def make_mpi_sync_over_gloo() -> str:
     place = placement_from_environment()
     assert place is not None
     deadline = timedelta(seconds=30)
-    comm = connect(backend="gloo", rank=place.rank, world_size=place.world_size, deadline=deadline)
+    comm = connect(place, backend="gloo", deadline=deadline)
     try:
         make_sync("mpi", comm)
     except SynclineError as error:

@@ -168,7 +168,7 @@ def test_wrong_plan_file_is_refused(content: str, words: list[str], cli: Cli, tm
         (["compare", "--steps", "0"], ["steps", "0"]),
         (["data", "imagenet"], ["'imagenet'"]),
         (["doctor", "--nodes", "2"], ["--nodes and --node-rank belong together"]),
-        (["doctor", "--nodes", "2", "--node-rank", "2", "--rendezvous", "localhost:1"], ["not one of 2 nodes"]),
+        (["doctor", "--nodes", "2", "--node-rank", "2", "--rendezvous", "localhost:1"], ["out of range for 2 nodes"]),
         (["doctor", "--rendezvous", "nowhere"], ["'nowhere'", "HOST:PORT"]),
         (["cluster", "run", "--link", "fast", "--", "true"], ["'fast' is not a rate", "1gbit"]),
         (["cluster", "run", "--hosts", "3", "--link", "1gbit,1gbit", "--", "true"], ["2 rates for 3 hosts"]),

@@ -87,5 +87,5 @@ def test_nodes_are_named_with_their_links_and_the_one_that_is_missing(tmp_path: 
     assert link["status"] == "warn", "100 Mbit/s is slow for training"
     assert "Mbit/s to node 0" in link["found"]
     assert by_name["checkpoints on node 1"]["status"] == "ok"
-    assert (by_name["node 2"]["status"], "did not come" in by_name["node 2"]["found"]) == ("fail", True)
+    assert (by_name["node 2"]["status"], "did not connect" in by_name["node 2"]["found"]) == ("fail", True)
     assert list((tmp_path / "runs").iterdir()) == [], "nothing is left behind"

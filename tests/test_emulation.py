@@ -179,7 +179,7 @@ def test_error_of_a_function_comes_back_as_it_was(cluster: EmulatedCluster) -> N
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda: os._exit(5), "host0 ended with exit code 5 before it had a result"),
+        (lambda: os._exit(5), "host0 ended with exit code 5 before it returned a result"),
         (lambda: sys.exit(4), "host0 ended with exit code 4"),
         (lambda: signal.raise_signal(signal.SIGKILL), "host0 was killed by SIGKILL"),
         (lambda: signal.raise_signal(signal.SIGTERM), "host0 was killed by SIGTERM"),
@@ -194,21 +194,21 @@ def test_function_that_ends_without_a_result_says_how(
 
 def test_modules_are_loaded_once_for_all_hosts() -> None:
     """By a process that does not run on any of them; a module that cannot be loaded is no reason to fail."""
-    with EmulatedCluster(2, [1e9, 1e9], preload=["colorsys", "no_such_module"]) as cluster:
-        processes = [cluster.call(host, lambda: "colorsys" in sys.modules) for host in range(2)]
+    with EmulatedCluster(2, [1e9, 1e9], preload=["pyclbr", "no_such_module"]) as cluster:
+        processes = [cluster.call(host, lambda: "pyclbr" in sys.modules) for host in range(2)]
         assert [process.result(20) for process in processes] == [True, True]
-    assert "colorsys" not in sys.modules
+    assert "pyclbr" not in sys.modules
 
 
 def loaded_in_ranks(threaded: bool) -> list[bool]:
     if threaded:
         threading.Thread(target=time.sleep, args=(5,), daemon=True).start()
-    return run_ranks(lambda: "colorsys" in sys.modules, workers=2, log_dir=None)
+    return run_ranks(lambda: "pyclbr" in sys.modules, workers=2, log_dir=None)
 
 
 @pytest.mark.parametrize("threaded", [False, True])
 def test_ranks_of_a_host_share_what_was_loaded_unless_threads_forbid_a_fork(threaded: bool) -> None:
-    with EmulatedCluster(1, [1e9], preload=["syncline.worker", "colorsys"]) as cluster:
+    with EmulatedCluster(1, [1e9], preload=["syncline.worker", "pyclbr"]) as cluster:
         assert cluster.call(0, loaded_in_ranks, threaded).result(60) == [not threaded] * 2
 
 
@@ -327,7 +327,7 @@ def test_where_neither_is_allowed_the_error_says_what_to_allow() -> None:
     """Since Linux 5.12 root's own number can be mapped only with a privilege that is gone here."""
     done = subprocess.run([*PROGRAM, "powerless", "nothing", *PROGRAM, "two_hosts"], capture_output=True, text=True)
     assert done.returncode == UsageError.exit_code, done.stdout + done.stderr
-    for words in ("a network namespace cannot be made", "Run as root", "user namespaces", "--privileged"):
+    for words in ("cannot create a network namespace", "Run as root", "user namespaces", "--privileged"):
         assert words in done.stdout
 
 
@@ -350,8 +350,8 @@ def test_links_are_one_rate_or_one_a_host(text: str, hosts: int, rates: list[flo
         ("fast", 2, "'fast' is not a rate"),
         ("1gbit", 0, "0 hosts"),
         ("1gbit", 65, "1 to 64"),
-        ("1kbit", 2, "1 kbit/s cannot be emulated"),
-        ("100gbit", 2, "100 Gbit/s cannot be emulated"),
+        ("1kbit", 2, "cannot emulate a link of 1 kbit/s"),
+        ("100gbit", 2, "cannot emulate a link of 100 Gbit/s"),
     ],
 )
 def test_links_that_cannot_be_are_refused(text: str, hosts: int, words: str) -> None:

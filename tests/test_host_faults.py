@@ -170,7 +170,7 @@ def test_host_that_dies_and_link_that_is_cut_leave_the_weights_as_they_would_be(
     cluster.restore(1)
     assert first.process.wait(60) == 0, first.errors
     assert second.process.wait(30) == 0, second.errors
-    assert "host host1 (node 1, 10.0.0.2) is lost: nothing was heard from it for 10 s." in first.errors
+    assert "host host1 (node 1, 10.0.0.2) is lost: it has been silent for 10 s." in first.errors
     summary = run.summary()
     assert summary is not None
     assert summary["weights_sha256"] == untroubled
@@ -183,7 +183,7 @@ def test_cut_link_is_named_on_both_sides(cluster: EmulatedCluster, workplace: Pa
     wait_for_step(run, 4, *nodes)
     cluster.cut(1)
     ends = [node.end() for node in nodes]
-    assert ends[0] == (1, "syncline: host host1 (node 1, 10.0.0.2) is lost: nothing was heard from it for 10 s.")
+    assert ends[0] == (1, "syncline: host host1 (node 1, 10.0.0.2) is lost: it has been silent for 10 s.")
     assert ends[1][0] == 1
     assert ends[1][1].startswith("syncline: the rendezvous, host host0 (node 0, 10.0.0.1), is lost"), ends[1]
     assert run.info()["status"] == "failed"
@@ -202,7 +202,7 @@ def test_loss_of_the_rendezvous_host_is_named(cluster: EmulatedCluster, workplac
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ("ddp", "Still busy, and waited for by the others: host host1 (node 1, 10.0.0.2)."),  # torch names nobody
+        ("ddp", "Still busy while the others waited: host host1 (node 1, 10.0.0.2)."),  # torch names nobody
         ("bucketed", "missing: rank 1 on host host1."),
     ],
 )

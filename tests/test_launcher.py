@@ -118,7 +118,7 @@ def test_launch_keeps_what_every_rank_wrote(
     assert capfd.readouterr().err == ""
     say()
     (folder,) = scratch.iterdir()
-    assert capfd.readouterr().err == f"syncline: what ranks other than 0 wrote is in {folder}\n"
+    assert capfd.readouterr().err == f"syncline: the output of ranks other than 0 is in {folder}\n"
     assert [path.name for path in folder.iterdir()] == ["rank-1.stdout.log"]
     assert (folder / "rank-1.stdout.log").read_text() == "rank 1\n"
     shutil.rmtree(folder)
@@ -323,7 +323,7 @@ def test_chosen_port_is_the_one_that_ranks_see() -> None:
 
 @pytest.mark.parametrize("settings", [{"workers": 0}, {"workers": -1}, {"workers": 1, "threads": 0}])
 def test_numbers_that_cannot_work_are_refused(settings: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match="cannot run"):
+    with pytest.raises(UsageError, match="Cannot run"):
         syncline.launch(programs.all_reduce_once, **settings)
 
 

@@ -110,7 +110,7 @@ def test_missing_mpi4py_is_named_with_what_to_install(monkeypatch: pytest.Monkey
 def test_missing_mpiexec_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UsageError, match=r"mpiexec, and there is none\. Install one: pip install mpich"):
+    with pytest.raises(UsageError, match=r"mpiexec, which is not installed\. Install it with pip install mpich"):
         run_ranks_mpi(programs.late, workers=1, log_dir=None)
 
 
@@ -216,7 +216,7 @@ def test_another_mpiexec_runs_the_worker_and_an_error_on_one_rank_ends_all(tmp_p
 def test_other_methods_on_several_hosts_of_mpiexec_need_a_place_to_meet() -> None:
     place = placement_from_environment(MPICH)
     assert place is not None
-    with pytest.raises(PlanError, match="on several hosts no place to meet, which method ddp needs"):
+    with pytest.raises(PlanError, match="on several hosts where to meet, which method ddp needs"):
         backend_of(Plan(method="ddp", workers=8), place)
 
 

@@ -119,13 +119,13 @@ def test_rendezvous_and_interface_are_found() -> None:
     assert parse_rendezvous("[fd00::1]:29500") == ("fd00::1", 29500)
     assert find_route("127.0.0.1:29500") == Route("127.0.0.1", 29500, "127.0.0.1", "lo")
     assert find_route("localhost:29500").interface == "lo"
-    with pytest.raises(UsageError, match=r"'nowhere\.invalid' has no address"):
+    with pytest.raises(UsageError, match=r"cannot resolve the rendezvous host 'nowhere\.invalid'"):
         find_route("nowhere.invalid:29500")
 
 
 def test_name_that_leads_back_to_this_machine_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_more: [(0, 0, 0, "", ("127.0.1.1", 0))])
-    with pytest.raises(UsageError, match=r"'node0' is 127\.0\.1\.1 here"):
+    with pytest.raises(UsageError, match=r"'node0' resolves to 127\.0\.1\.1 here"):
         find_route("node0:29500")
 
 
@@ -222,7 +222,7 @@ def test_somebody_elses_server_is_not_taken_for_node_0() -> None:
         pool.submit(greet, server)
         limits = Limits(join_timeout_s=5.0, silence_s=10.0, max_restarts=0)
         route = Route("127.0.0.1", server.getsockname()[1], "127.0.0.1", "lo")
-        with pytest.raises(UsageError, match="does not answer as node 0"):
+        with pytest.raises(UsageError, match="does not respond like node 0"):
             Membership({"say": "hello"}, route, limits, None).join()
 
 
@@ -247,7 +247,7 @@ def test_echoes_alone_end_the_run_too() -> None:
     with cluster(2) as nodes:
         members = nodes.started()
         told = nodes.pool.submit(ended, members[0], PeerLostError("gone."), is_echo=True)
-        words = "gone. Still busy, and waited for by the others: host h1 (node 1, 10.0.0.1)."
+        words = "gone. Still busy while the others waited: host h1 (node 1, 10.0.0.1)."
         assert [str(ended(members[1])), str(told.result(20))] == [words, words]
 
 
@@ -276,13 +276,13 @@ def test_node_that_falls_silent_is_lost_and_named(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(members[2], "_left", threading.Event())
         monkeypatch.setattr(members[2]._connection, "send", lambda *_: True)
         for member in members[:2]:
-            assert str(ended(member)) == "host h2 (node 2, 10.0.0.2) is lost: nothing was heard from it for 2 s."
+            assert str(ended(member)) == "host h2 (node 2, 10.0.0.2) is lost: it has been silent for 2 s."
 
 
 def test_interrupt_on_one_node_ends_all_with_its_name() -> None:
     with cluster(3) as nodes:
         members = nodes.started()
-        members[1].noted.append(signal.SIGINT)
+        members[1].signals.append(signal.SIGINT)
         assert members[1].must_stop() in (True, False)
         for member in members:
             verdict = ended(member)
@@ -312,7 +312,7 @@ def test_node_that_was_cut_off_comes_back(monkeypatch: pytest.MonkeyPatch) -> No
     """Its old connection is not known to be dead at node 0 when the new one arrives."""
     with cluster(2, max_restarts=1) as nodes:
         members = nodes.started()
-        members[1]._known.lost = "nothing was heard from it for 10 s"
+        members[1]._known.lost = "it has been silent for 10 s"
         assert members[1].must_stop()
         waiting = nodes.pool.submit(members[0].again, SynclineError("stopped"), is_echo=True)
         assert members[1].again(SynclineError("stopped"), is_echo=True)

@@ -70,7 +70,7 @@ def test_place_follows_from_flags_and_plan() -> None:
 def test_link_of_a_plan_is_not_ignored_on_machines() -> None:
     place = Nodes(Node(2, 0, "127.0.0.1:29500"))
     plan = Plan(hosts=2, workers=2, link="1gbit")
-    with pytest.raises(UsageError, match="link is for emulated hosts"), place.joined(plan, Voice()):
+    with pytest.raises(UsageError, match="link applies only to emulated hosts"), place.joined(plan, Voice()):
         pass
 
 

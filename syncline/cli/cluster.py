@@ -55,15 +55,15 @@ def run(
         raise UsageError(f"{workers_per_host} workers per host cannot run.", action="Ask for at least one.")
     os.environ["OMP_NUM_THREADS"] = str(threads or max(1, cores() // (hosts * workers_per_host)))
     with ExitStack() as stack:
-        noted = stack.enter_context(signals_noted())
+        signals = stack.enter_context(signals_noted())
         folder = log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="syncline-")))
         folder.mkdir(parents=True, exist_ok=True)
         emulated = stack.enter_context(EmulatedCluster(hosts, rates))
         failure = run_script(
             emulated, command, workers_per_host=workers_per_host, log_dir=folder.resolve(),
-            show_all=all_ranks, stop_requested=lambda: bool(noted),
+            show_all=all_ranks, stop_requested=lambda: bool(signals),
         )  # fmt: skip
-        raise_if_interrupted(noted)
+        raise_if_interrupted(signals)
     if failure is None:
         return
     if failure.output and not all_ranks:

@@ -50,7 +50,7 @@ class Placement:
     launcher: str
     run_id: str
     restart: int = 0
-    """How often the launcher has started all ranks before; above 0 there may be a checkpoint to go on from."""
+    """How often the launcher has started all ranks before; above 0 there may be a checkpoint to resume from."""
     host_names: tuple[str, ...] = ()
     """By host index, where the launcher knows them."""
     job: str = ""
@@ -143,7 +143,7 @@ def _placement_from_mpi(source: Mapping[str, str]) -> Placement | None:
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        # mpiexec fills one equal host after the other; where it was told otherwise, MPI itself knows better.
+        # mpiexec fills one equal host after the other; where the user chose otherwise, MPI itself knows better.
         host_index=rank // max(local_world_size, 1),
         num_hosts=-(-world_size // max(local_world_size, 1)),
         master_addr=source.get("MASTER_ADDR", ""),
@@ -273,7 +273,7 @@ def expand_hosts(text: str) -> list[str]:
     for name in _split(text):
         hosts += _expand(name)
         if len(hosts) > _MOST_HOSTS:
-            raise UsageError(f"the host list {text!r} is too long to be true.")
+            raise UsageError(f"the host list {text!r} names more than {_MOST_HOSTS:,} hosts.")
     return hosts
 
 
@@ -283,7 +283,7 @@ def expand_tasks(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
-            raise UsageError(f"the task counts {text!r} cannot be read.", action="They look like 4(x2),3.")
+            raise UsageError(f"cannot read the task counts {text!r}.", action="Write them like 4(x2),3.")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -299,7 +299,7 @@ def _expand(name: str) -> list[str]:
         return [name]
     inside, closing, after = rest.partition("]")
     if not closing:
-        raise UsageError(f"the host list {name!r} has a bracket that does not close.")
+        raise UsageError(f"the host list {name!r} has an unclosed bracket.")
     return [before + number + end for number in _numbers(inside) for end in _expand(after)]
 
 
@@ -308,7 +308,7 @@ def _numbers(text: str) -> list[str]:
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if not low.isdigit() or (dash and not high.isdigit()) or (dash and int(high) - int(low) > _MOST_HOSTS):
-            raise UsageError(f"the host list's [{text}] cannot be read.", action="It looks like [01-03,7].")
+            raise UsageError(f"cannot read [{text}] in the host list.", action="Write it like [01-03,7].")
         # Leading zeros belong to the name: node[08-10] is node08, node09, node10.
         numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high or low) + 1)]
     return numbers

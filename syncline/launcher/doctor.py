@@ -57,7 +57,7 @@ def examine_cores() -> Finding:
     found = f"{usable} of {present} usable"
     if usable < present:
         return Finding(
-            "warn", "cores", found, "The process is bound to some of them: see taskset, or the job's request."
+            "warn", "cores", found, "This process may not use the rest: check taskset, or what the job requested."
         )
     return Finding("ok", "cores", found)
 
@@ -94,7 +94,7 @@ def examine_bandwidth() -> Finding:
     rate = 2 * _COPY_BYTES / fastest
     found = f"{format_bytes(rate)}/s, one thread copying"
     if rate < 2e9:
-        return Finding("warn", "memory bandwidth", found, "The machine is busy or throttled: figures will vary.")
+        return Finding("warn", "memory bandwidth", found, "The machine is busy or throttled: results will vary.")
     return Finding("ok", "memory bandwidth", found)
 
 
@@ -107,19 +107,19 @@ def examine_torch() -> Finding:
     onednn = "with" if torch.backends.mkldnn.is_available() else "without"
     found = f"{torch.__version__}{gpu}, {onednn} oneDNN, Python {platform.python_version()}"
     if not torch.distributed.is_available():
-        return Finding("fail", "torch", found, "This build has no torch.distributed: install another.")
+        return Finding("fail", "torch", found, "Install a build of torch that has torch.distributed.")
     return Finding("ok", "torch", found)
 
 
 def examine_backends() -> Finding:
     import torch.distributed as dist
 
-    there = [name for name, has in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if has]
+    backends = [name for name, has in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if has]
     if shutil.which("mpiexec") is not None or Path(sys.executable).with_name("mpiexec").exists():
-        there.append("mpi")
-    if "gloo" not in there:
-        return Finding("fail", "backends", ", ".join(there) or "none", "Ranks on CPU need a torch with Gloo.")
-    return Finding("ok", "backends", ", ".join(there))
+        backends.append("mpi")
+    if "gloo" not in backends:
+        return Finding("fail", "backends", ", ".join(backends) or "none", "Install a torch that has Gloo.")
+    return Finding("ok", "backends", ", ".join(backends))
 
 
 def examine_shared_memory() -> Finding:
@@ -135,11 +135,11 @@ def examine_shared_memory() -> Finding:
         room = os.statvfs("/dev/shm")
     except (AttributeError, OSError) as error:
         return Finding(
-            "fail", "shared memory", f"cannot be made: {error}", "Allow memfd_create, or use method bucketed."
+            "fail", "shared memory", f"cannot be created: {error}", "Allow memfd_create, or use method bucketed."
         )
     free = room.f_bavail * room.f_frsize
     if free < ENOUGH_SHARED_BYTES:
-        fix = "Loader processes need it: in a container, start it with --shm-size=1g."
+        fix = "Loader processes need more: start the container with --shm-size=1g."
         return Finding("warn", "shared memory", f"{format_bytes(free)} free in /dev/shm", fix)
     return Finding("ok", "shared memory", f"works; {format_bytes(free)} free in /dev/shm")
 
@@ -158,7 +158,7 @@ def examine_emulation() -> Finding:
     except SynclineError as error:
         return Finding("fail", "emulated hosts", error.message, error.action)
     how = "as root" if is_privileged() else "in a user namespace"
-    return Finding("ok", "emulated hosts", f"two made in {seconds:.1f} s, {how}")
+    return Finding("ok", "emulated hosts", f"two created in {seconds:.1f} s, {how}")
 
 
 def examine_folder(folder: Path) -> Finding:
@@ -171,7 +171,9 @@ def examine_folder(folder: Path) -> Finding:
         return Finding("fail", "run folder", f"{existing}: {error.strerror}", "Choose another folder with --folder.")
     free = shutil.disk_usage(existing).free
     if free < 1e9:
-        return Finding("warn", "run folder", f"{format_bytes(free)} free in {existing}", "Checkpoints need room.")
+        return Finding(
+            "warn", "run folder", f"{format_bytes(free)} free in {existing}", "Free some space for checkpoints."
+        )
     return Finding("ok", "run folder", f"{existing}, {format_bytes(free)} free")
 
 
@@ -201,17 +203,17 @@ def examine_way(route: Route) -> Finding:
     """Which interface leads to the rendezvous; loopback leads nowhere else."""
     found = f"{route.interface} ({route.address}) leads to {route.target}"
     if route.interface == "lo":
-        fix = "Other nodes cannot come that way: give node 0's address on the network."
+        fix = "Other nodes cannot connect through it: use node 0's address on the network."
         return Finding("warn", "interface", found, fix)
     return Finding("ok", "interface", found)
 
 
 def examine_nodes(route: Route, group: Group, folder: Path) -> list[Finding]:
     """Node 0's findings are about every other node."""
-    return _host(route, group, folder) if group.node_rank == 0 else _guest(route, group)
+    return _as_node_0(route, group, folder) if group.node_rank == 0 else _as_other_node(route, group)
 
 
-def _host(route: Route, group: Group, folder: Path) -> list[Finding]:
+def _as_node_0(route: Route, group: Group, folder: Path) -> list[Finding]:
     folder.mkdir(parents=True, exist_ok=True)
     token = folder.resolve() / f".syncline-doctor-{uuid.uuid4().hex}"
     token.write_text("seen")
@@ -223,17 +225,17 @@ def _host(route: Route, group: Group, folder: Path) -> list[Finding]:
                 server.settimeout(max(0.1, end - time.monotonic()))
                 # What is no node of ours, or breaks off, is not counted; the node may come again.
                 with contextlib.suppress(TimeoutError, ConnectionError, NotAFrame, KeyError, ValueError):
-                    number, about_node = _serve(Connection(server.accept()[0]), token)
-                    missing.discard(number)
+                    node_rank, about_node = _serve(Connection(server.accept()[0]), token)
+                    missing.discard(node_rank)
                     findings += about_node
     except OSError as error:
-        fix = "Run --node-rank 0 on the rendezvous host, with a port that is free."
+        fix = "Run --node-rank 0 on the rendezvous host, on a free port."
         return [Finding("fail", "nodes", f"cannot listen at {route.target}:{route.port}: {error.strerror}", fix)]
     finally:
         token.unlink(missing_ok=True)
     fix = "Start `syncline doctor` there too, and open the port in its firewall."
-    late = f"did not come in {group.wait_s:g} s"
-    return [*findings, *(Finding("fail", f"node {number}", late, fix) for number in sorted(missing))]
+    late = f"did not connect within {group.wait_s:g} s"
+    return [*findings, *(Finding("fail", f"node {node_rank}", late, fix) for node_rank in sorted(missing))]
 
 
 def _serve(connection: Connection, token: Path) -> tuple[int, list[Finding]]:
@@ -243,13 +245,13 @@ def _serve(connection: Connection, token: Path) -> tuple[int, list[Finding]]:
         connection.send({"say": "look", "for": str(token)})
         inward = _measure(connection)
         _flood(connection)
-        seen = _next(connection)
-    number, name = int(hello["node_rank"]), str(hello["host"])
-    links = _links(f"node {number} ({name})", inward, float(seen["outward"]))
-    return number, [links, _files(number, name, sees=bool(seen["sees"]))]
+        report = _next(connection)
+    node_rank, name = int(hello["node_rank"]), str(hello["host"])
+    links = _links(f"node {node_rank} ({name})", inward, float(report["outward"]))
+    return node_rank, [links, _files(node_rank, name, sees=bool(report["sees"]))]
 
 
-def _guest(route: Route, group: Group) -> list[Finding]:
+def _as_other_node(route: Route, group: Group) -> list[Finding]:
     end = time.monotonic() + group.wait_s
     while True:
         try:
@@ -257,11 +259,11 @@ def _guest(route: Route, group: Group) -> list[Finding]:
                 Connection(socket.create_connection((route.target, route.port), 5))
             ) as connection:
                 _answer(connection, group)
-            return [Finding("ok", "node 0", f"reached at {route.target}:{route.port}; it reports on the way between")]
+            return [Finding("ok", "node 0", f"reached at {route.target}:{route.port}; it reports on the link")]
         except (OSError, NotAFrame, KeyError) as error:
             if time.monotonic() > end:
                 fix = "Start `syncline doctor --node-rank 0` there; open the port in its firewall."
-                why = getattr(error, "strerror", None) or str(error) or "what listens there is no node 0"
+                why = getattr(error, "strerror", None) or str(error) or "the program there is not node 0"
                 return [Finding("fail", "node 0", f"{route.target}:{route.port}: {why}", fix)]
             time.sleep(0.2)
 
@@ -283,8 +285,8 @@ def _links(what: str, inward: float, outward: float) -> Finding:
     return Finding("ok", what, found)
 
 
-def _files(number: int, name: str, *, sees: bool) -> Finding:
-    what = f"checkpoints on node {number}"
+def _files(node_rank: int, name: str, *, sees: bool) -> Finding:
+    what = f"checkpoints on node {node_rank}"
     if sees:
         return Finding("ok", what, f"{name} sees node 0's run folder")
     fix = "Put runs on a file system that all nodes share, to resume after node 0 is lost."
@@ -321,5 +323,5 @@ def check_group(nodes: int | None, node_rank: int | None, wait_s: float) -> Grou
     if nodes is None or node_rank is None:
         return None
     if not 0 <= node_rank < nodes:
-        raise UsageError(f"--node-rank {node_rank} is not one of {nodes} nodes.", action="Number them from 0.")
+        raise UsageError(f"--node-rank {node_rank} is out of range for {nodes} nodes.", action="Number them from 0.")
     return Group(nodes, node_rank, wait_s)

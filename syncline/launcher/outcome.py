@@ -72,7 +72,7 @@ class Outcome:
 
 
 class OutcomeFile:
-    """The rank's side. The first final state stands: what the watcher hears later is only the launcher tidying up."""
+    """The rank's side. The first final state counts: what the watcher hears later is only the launcher tidying up."""
 
     def __init__(self, log_dir: Path, rank: int) -> None:
         self._path = _path(log_dir, rank)
@@ -198,7 +198,7 @@ def judge(log_dir: Path, endings: list[Ending], *, keeps_logs: bool, first_rank:
     ends = [_failure(rank, read_outcome(log_dir, rank), end) for rank, end in enumerate(endings, first_rank)]
     failures = [failure for failure in ends if failure is not None]
     if not failures:
-        return RankFailed("All ranks were stopped from outside, before they finished.")
+        return RankFailed("All ranks were stopped from outside before they finished.")
     first = min(failures, key=lambda failure: (failure.is_echo, failure.time))
     usage_error = usage_error_of(first.outcome) if first.outcome else None
     if usage_error is not None:
@@ -207,10 +207,10 @@ def judge(log_dir: Path, endings: list[Ending], *, keeps_logs: bool, first_rank:
 
 
 class Patience:
-    """How long a run that has begun to fail goes on: until its cause is known, or has had its time to show.
+    """How long a failing run continues: until its cause is known, or has had time to show.
 
-    A broken connection is an echo: the rank that caused it may still be on its way to say so. Ended at once, it would
-    be one of those that the launcher stopped, and the wrong rank would be blamed.
+    A broken connection is an echo: the rank that caused it may still be on its way to say so. If the
+    launcher ended it at once, the wrong rank would get the blame.
     """
 
     def __init__(self, log_dir: Path) -> None:
@@ -287,10 +287,10 @@ def _obeyed(code: int | None) -> bool:
 
 def _where_output_is(log_dir: Path, rank: int) -> str:
     """Rank 0's is on the terminal, the others' in files; those that stayed empty are not worth a look."""
-    own = [path for path in reversed(output_files(log_dir, rank)) if path.is_file() and path.stat().st_size]
-    others = [path for path in log_dir.glob("rank-*.std*.log") if path not in own and path.stat().st_size]
-    if own:
-        return f"Its output is in {own[0]}{', other output beside it' if others or own[1:] else ''}."
+    files = [path for path in reversed(output_files(log_dir, rank)) if path.is_file() and path.stat().st_size]
+    others = [path for path in log_dir.glob("rank-*.std*.log") if path not in files and path.stat().st_size]
+    if files:
+        return f"Its output is in {files[0]}{'; other output is in the same folder' if others or files[1:] else ''}."
     return f"Other ranks' output is in {log_dir}." if others else ""
 
 

@@ -55,7 +55,7 @@ class Ranks(ABC):
     link: LinkCheck | None = None
     """What the links of emulated hosts carried before the run."""
     how_to_resume = ""
-    """What a user must do beside the command that resumes the run."""
+    """What a user must add to the command that resumes the run."""
 
     @abstractmethod
     def run(self, function: Callable[..., Any], args: Sequence[Any], plan: Plan, log_dir: Path | None) -> Any:
@@ -90,7 +90,7 @@ def place_for(plan: Plan) -> Place:
 
 @dataclass(frozen=True)
 class Here(Place):
-    """This machine. Ranks meet on `port`; 0 takes a free one."""
+    """This machine. Ranks meet on `port`; 0 means any free one."""
 
     port: int = 0
 
@@ -136,7 +136,7 @@ class Nodes(Place):
     @contextmanager
     def joined(self, plan: Plan, voice: Voice) -> Iterator[Ranks]:
         if plan.link is not None:
-            raise PlanError("the plan's link is for emulated hosts: leave it out where machines are nodes.")
+            raise PlanError("the plan's link applies only to emulated hosts.", action="Remove it to use --nodes.")
         with _joined(self.node, plan, voice) as here:
             yield RanksOfNode(here)
 
@@ -168,26 +168,26 @@ class EmulatedHosts(Place):
         weights = _weights_bytes(plan)
         voice.say(check_memory(hosts=plan.hosts, ranks=plan.workers, weights_bytes=weights, replayed=plan.replayed))
         begin = time.monotonic()
-        with signals_noted() as noted, EmulatedCluster(plan.hosts, links, preload=PRELOAD) as cluster:
+        with signals_noted() as signals, EmulatedCluster(plan.hosts, links, preload=PRELOAD) as cluster:
             up = format_seconds(time.monotonic() - begin)
             link = measure_links(cluster)
             voice.say(f"{plan.hosts} hosts up in {up}; {link.line}")
-            yield _RanksOnHosts(cluster, link, noted, self.join_timeout_s, voice)
-        raise_if_interrupted(noted)
+            yield _RanksOnHosts(cluster, link, signals, self.join_timeout_s, voice)
+        raise_if_interrupted(signals)
 
 
 class _RanksOnHosts(Ranks):
     def __init__(
-        self, cluster: EmulatedCluster, link: LinkCheck, noted: list[int], join_timeout_s: float, voice: Voice
+        self, cluster: EmulatedCluster, link: LinkCheck, signals: list[int], join_timeout_s: float, voice: Voice
     ) -> None:
         self.link = link
         self._cluster = cluster
-        self._noted = noted
+        self._signals = signals
         self._join_timeout_s = join_timeout_s
         self._voice = voice
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], plan: Plan, log_dir: Path | None) -> Any:
-        raise_if_interrupted(self._noted)
+        raise_if_interrupted(self._signals)
         with _folder(log_dir) as folder:
             hosts = [self._start(host, function, args, plan, folder) for host in range(plan.hosts)]
             self._watch(hosts)
@@ -212,17 +212,17 @@ class _RanksOnHosts(Ranks):
         sent = 0
         first_end: float | None = None
         while any(host.poll() is None for host in hosts):
-            for number in self._noted[sent:]:
+            for number in self._signals[sent:]:
                 hosts[0].send_signal(number)
-            sent = len(self._noted)
-            if first_end is None and (hosts[0].poll() is not None or self._noted):
+            sent = len(self._signals)
+            if first_end is None and (hosts[0].poll() is not None or self._signals):
                 first_end = time.monotonic()
             if first_end is not None and time.monotonic() - first_end > _END_SECONDS:
                 break  # the cluster's end is theirs
             time.sleep(_LOOK_SECONDS)
         code = hosts[0].poll()
         if code is None:
-            raise HostError(f"{self._cluster.name(0)} did not end in time, and was ended with all other hosts.")
+            raise HostError(f"{self._cluster.name(0)} did not end in time; all hosts have been stopped.")
         if code < 0:
             raise HostError(f"{self._cluster.name(0)} (node 0) was killed by {signal.Signals(-code).name}.")
 
@@ -269,5 +269,5 @@ def _folder(log_dir: Path | None) -> Iterator[Path]:
 
 
 def _weights_bytes(plan: Plan) -> float:
-    """As the table of models says; a model of the user's own is taken for a small one."""
+    """From the table of models; a user's own model counts as a small one."""
     return 4.0 * MODELS[plan.model].num_parameters if plan.model in MODELS else _SMALL_MODEL_BYTES

@@ -62,7 +62,7 @@ def live(task: Task) -> NoReturn:
         redirect_output(Path(task.log_dir), place.rank, task.terminal)
         _run(task, place.rank)
         outcome.finished()
-        _wind_down()
+        wind_down()
     except BaseException as error:
         outcome.raised(error)
         watch.leave(1)
@@ -77,8 +77,8 @@ def redirect_output(log_dir: Path, rank: int, terminal: Terminal | None) -> None
             os.close(descriptor)
         files = output_files(log_dir, rank)
         targets = {n: os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666) for n, file in enumerate(files, 1)}
-    for own, descriptor in targets.items():
-        os.dup2(descriptor, own)
+    for number, descriptor in targets.items():
+        os.dup2(descriptor, number)
         os.close(descriptor)
     # Python chose how to buffer when it started, in front of other descriptors.
     if os.isatty(1):
@@ -112,7 +112,7 @@ def _run(task: Task, rank: int) -> None:
     write_atomic(result_path(Path(task.log_dir), rank), pack(result), durable=False)
 
 
-def _wind_down() -> None:
+def wind_down() -> None:
     """What the interpreter does at the end of a script: wait for threads, then run exit functions."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
@@ -129,7 +129,7 @@ def _adopt_environment(environment: dict[str, str]) -> None:
 
 
 def _received(descriptors: dict[int, Any]) -> Terminal:
-    return Terminal({own: descriptor.detach() for own, descriptor in descriptors.items()})
+    return Terminal({number: descriptor.detach() for number, descriptor in descriptors.items()})
 
 
 def is_open(number: int) -> bool:

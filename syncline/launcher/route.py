@@ -68,7 +68,7 @@ def resolve_name(host: str) -> str:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UsageError(
-            f"the rendezvous host {host!r} has no address here: {error.strerror}.",
+            f"cannot resolve the rendezvous host {host!r}: {error.strerror}.",
             action="Correct the name, or give the address of node 0.",
         ) from None
     addresses = sorted((str(entry[4][0]) for entry in entries), key=lambda address: ":" in address)
@@ -76,7 +76,7 @@ def resolve_name(host: str) -> str:
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host not in (address, "localhost"):
         # Debian's /etc/hosts gives a machine's own name the address 127.0.1.1, where no other machine can reach it.
         raise UsageError(
-            f"the rendezvous host {host!r} is {address} here, which other nodes cannot reach.",
+            f"the rendezvous host {host!r} resolves to {address} here, which other nodes cannot reach.",
             action=f"Give node 0's address on the cluster's network{_suggestion()}.",
         )
     return address
@@ -91,7 +91,7 @@ def local_address(target: str, port: int) -> str:
         except OSError as error:
             raise UsageError(
                 f"there is no route from this machine to the rendezvous host {target}: {error.strerror}.",
-                action="Correct --rendezvous, or connect the machine.",
+                action="Correct --rendezvous, or check this machine's network.",
             ) from None
         return str(asking.getsockname()[0])
 
@@ -103,19 +103,19 @@ def interface_of(address: str) -> str:
 
     with IPRoute() as kernel:
         for entry in kernel.get_addr():
-            known = dict(entry["attrs"])
-            if address in (known.get("IFA_LOCAL"), known.get("IFA_ADDRESS")):
+            addresses = dict(entry["attrs"])
+            if address in (addresses.get("IFA_LOCAL"), addresses.get("IFA_ADDRESS")):
                 return socket.if_indextoname(entry["index"])
     if ipaddress.ip_address(address).is_loopback:  # all of 127.0.0.0/8, of which only 127.0.0.1 is listed
         return "lo"
     raise UsageError(f"no network interface has the address {address}.", action="Set GLOO_SOCKET_IFNAME.")
 
 
-def connect(route: Route, timeout_s: float, tell: Callable[[str], None]) -> Connection:
+def connect(route: Route, timeout_s: float, say: Callable[[str], None]) -> Connection:
     """A connection to the rendezvous. After five seconds a line says what it waits for."""
     start = time.monotonic()
     last_refused = None
-    has_said_so = False
+    has_said_why = False
     while True:
         try:
             connected = socket.create_connection((route.target, route.port), timeout=_ATTEMPT_SECONDS)
@@ -130,9 +130,9 @@ def connect(route: Route, timeout_s: float, tell: Callable[[str], None]) -> Conn
         patience = min(SILENCE_SECONDS, timeout_s) if silent else timeout_s
         if now - (start if not silent else last_refused or start) > patience:
             raise UsageError(f"{where} could not be reached in {now - start:.0f} s: {why}.", action=_advice(silent))
-        if now - start > _FIRST_LINE_SECONDS and not has_said_so:
-            has_said_so = True
-            tell(f"syncline: waiting for {where}: {why}")
+        if now - start > _FIRST_LINE_SECONDS and not has_said_why:
+            has_said_why = True
+            say(f"syncline: waiting for {where}: {why}")
         time.sleep(_PAUSE_SECONDS)
 
 
@@ -145,7 +145,7 @@ def _suggestion() -> str:
 
 def _advice(silent: bool) -> str:
     if silent:
-        return "Is the address right, is the machine on, and does its firewall let the port through?"
+        return "Check that the address is right, the machine is on, and its firewall allows the port."
     return "Start node 0 on that machine with the same --rendezvous, or correct the address and the port."
 
 
@@ -188,6 +188,6 @@ def resolve(host: str) -> str:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise UsageError(
-            f"the first host of the job, {host!r}, has no address here: {error.strerror}.",
+            f"cannot resolve the first host of the job, {host!r}: {error.strerror}.",
             action="Set MASTER_ADDR and MASTER_PORT.",
         ) from None

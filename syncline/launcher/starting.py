@@ -1,4 +1,4 @@
-"""What every way to start ranks needs: checks, the function as a pickle, a folder, a socket, signals noted, and the
+"""What every way to start ranks needs: checks, the function as a pickle, a folder, a socket, stop signals, and the
 process that ranks are forked from. That one has loaded torch already, so a rank starts in milliseconds."""
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _main_module_lock = threading.Lock()
 
 def check_numbers(workers: int, threads: int | None) -> None:
     if workers < 1:
-        raise UsageError(f"{workers} workers cannot run.", action="Ask for at least one worker.")
+        raise UsageError(f"Cannot run {workers} workers.", action="Use at least one worker.")
     if threads is not None and threads < 1:
-        raise UsageError(f"{threads} threads per worker cannot run.", action="Ask for at least one thread.")
+        raise UsageError(f"Cannot run workers with {threads} threads.", action="Use at least one thread.")
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise UsageError(
-            f"Workers cannot be started on {sys.platform}: it has no fork server.",
+            f"Cannot start workers on {sys.platform}, which has no fork server.",
             action="Use Linux or macOS; on Windows, the Windows Subsystem for Linux.",
         )
 
@@ -89,13 +89,13 @@ def listening(address: str, port: int) -> socket.socket:
         return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     except OverflowError:
         raise UsageError(
-            f"Port {port} does not exist.", action="Ports go from 1 to 65535; 0 takes a free one."
+            f"Port {port} is out of range.", action="Choose one from 1 to 65535, or 0 for any free port."
         ) from None
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
-        why = "is in use" if error.errno == errno.EADDRINUSE else "may not be opened by this user"
-        raise UsageError(f"Port {port} {why}.", action="Choose another one, or 0 for any free one.") from error
+        why = "is in use" if error.errno == errno.EADDRINUSE else "is reserved for privileged users"
+        raise UsageError(f"Port {port} {why}.", action="Choose another, or 0 for any free port.") from error
 
 
 def make_store(listener: socket.socket) -> TCPStore:
@@ -117,23 +117,23 @@ def make_store(listener: socket.socket) -> TCPStore:
 @contextlib.contextmanager
 def signals_noted() -> Iterator[list[int]]:
     """Note stop signals instead of dying of them, and put the previous handlers back afterwards."""
-    noted: list[int] = []
+    signals: list[int] = []
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         for number in (getattr(signal, name) for name in _LAUNCHER_SIGNALS):
             # A signal that was ignored (nohup) stays ignored; a handler set by C code cannot be put back.
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                previous[number] = signal.signal(number, lambda caught, _frame: noted.append(caught))
+                previous[number] = signal.signal(number, lambda caught, _frame: signals.append(caught))
     try:
-        yield noted
+        yield signals
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def raise_if_interrupted(noted: list[int]) -> None:
-    if noted:
-        raise Interrupted(f"Stopped by {signal_words(noted[0])}; every rank has ended.")
+def raise_if_interrupted(signals: list[int]) -> None:
+    if signals:
+        raise Interrupted(f"Stopped by {signal_words(signals[0])}; every rank has ended.")
 
 
 def signal_words(number: int) -> str:
@@ -161,7 +161,7 @@ def start_fork_server(preload: Sequence[str] = ()) -> None:
         if "AF_UNIX path too long" not in str(error):
             raise
         raise UsageError(
-            f"ranks cannot be reached through {get_temp_dir()}: the path is too long for a socket.",
+            f"the path {get_temp_dir()} is too long for the ranks' sockets.",
             action="Set TMPDIR to a shorter path.",
         ) from error
     finally:

@@ -1,8 +1,8 @@
-"""Ends a rank on time: when it is told to, and when its launcher is gone.
+"""Ends a rank on time: when a signal asks for it, and when its launcher is gone.
 
 A rank spends much of its life blocked inside a collective, where Python handles no signal. So the signals are
-blocked in every thread, and one thread takes them in turn with looking whether the launcher still lives. A fork
-server stands between launcher and rank, so the parent's pid says nothing about the launcher: a pidfd does.
+blocked in every thread, and one thread waits for them and checks now and then that the launcher is alive. The rank's
+parent is the fork server, so the parent's pid says nothing about the launcher: a pidfd does.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _watchers: list[_Watcher] = []
 
 @dataclass(frozen=True)
 class Watched:
-    """A process by pid and start time, so that a later process with the same pid is not taken for it."""
+    """A process by pid and start time, so that a later process with the same pid is not mistaken for it."""
 
     pid: int
     started: str
 
 
 class Report(Protocol):
-    """Who is told why the rank ends, before it does."""
+    """Records why the rank ends, before it does."""
 
     def stopped(self, reason: str) -> None: ...
 
@@ -63,7 +63,7 @@ def on_stop(callback: Callable[[], object]) -> None:
 
 
 def hold_signals() -> None:
-    """Block the stop signals in this thread and in all that it starts later; the watcher takes them instead."""
+    """Block the stop signals in this thread and in all that it starts later; the watcher handles them instead."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 

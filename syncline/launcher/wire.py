@@ -111,7 +111,7 @@ class Connection:
         return frame.message, frame.payload
 
     def set_patience(self, seconds: float | None) -> None:
-        """How long `receive` waits for each piece before it takes the other end for gone."""
+        """How long `receive` waits for each piece before it gives the other end up."""
         self._socket.settimeout(seconds)
 
     def close(self) -> None:

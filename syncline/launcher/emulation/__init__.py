@@ -64,7 +64,7 @@ class EmulatedCluster:
         for rate in links:
             check_rate(rate)
         if not sys.platform.startswith("linux"):
-            raise UsageError(f"hosts cannot be emulated on {sys.platform}.", action="Use Linux.")
+            raise UsageError(f"cannot emulate hosts on {sys.platform}.", action="Use Linux.")
         self.num_hosts = hosts
         self.links = list(links)
         self._preload = tuple(preload)
@@ -129,8 +129,8 @@ class EmulatedCluster:
     ) -> HostProcess:  # fmt: skip
         """Start a program on a host. Output goes where ours goes unless said otherwise; input is empty.
 
-        `stdin`, `stdout`, `stderr` are files, descriptors, or subprocess's PIPE, DEVNULL and STDOUT. Gloo is told to
-        use the host's link, whatever the environment says about interfaces outside.
+        `stdin`, `stdout`, `stderr` are files, descriptors, or subprocess's PIPE, DEVNULL and STDOUT. Gloo uses
+        the host's link, whatever the environment says about interfaces outside.
         """
         words = [os.fspath(word) for word in command]
         return self._start(host, words, {"command": words}, Streams(stdin, stdout, stderr), env, cwd)
@@ -156,12 +156,12 @@ class EmulatedCluster:
             raise
 
     def _start(
-        self, host: int, words: list[str], what: dict[str, Any], streams: Streams, env: Mapping[str, str] | None,
+        self, host: int, words: list[str], order: dict[str, Any], streams: Streams, env: Mapping[str, str] | None,
         cwd: str | os.PathLike[str] | None, payload: bytes = b"", answer: int | None = None,
     ) -> HostProcess:  # fmt: skip
         request = {
             "do": "start",
-            **what,
+            **order,
             "environment": {**(os.environ if env is None else env), "GLOO_SOCKET_IFNAME": INTERFACE},
             "folder": os.fspath(cwd) if cwd is not None else os.getcwd(),
         }
@@ -180,7 +180,7 @@ class EmulatedCluster:
             process = started(host, words, ours, answer)
         for name, file in streams.ours.items():
             setattr(process, name, file)
-        self._processes = [other for other in self._processes if other.returncode is None] + [process]
+        self._processes = [running for running in self._processes if running.returncode is None] + [process]
         return process
 
     def kill(self, host: int) -> None:
@@ -291,7 +291,7 @@ class HostProcess:
         if code < 0:
             raise HostError(f"{name} was killed by {signal.Signals(-code).name}.")
         if not self._answer:
-            raise HostError(f"{name} ended with exit code {code} before it had a result.")
+            raise HostError(f"{name} ended with exit code {code} before it returned a result.")
         returned, value = unpack(self._answer)
         if returned:
             return value
@@ -354,18 +354,18 @@ class Streams:
         for descriptor in self._to_close:
             os.close(descriptor)
 
-    def _file(self, name: str, given: Any, inherited: int | None = None) -> int:
-        """A descriptor for the program: what was given, else our own (`inherited`), else nothing."""
-        if given == subprocess.PIPE:
+    def _file(self, name: str, stream: Any, inherited: int | None = None) -> int:
+        """A descriptor for the program: the stream that the caller gave, else our own (`inherited`), else nothing."""
+        if stream == subprocess.PIPE:
             reading, writing = os.pipe()
             theirs, ours, mode = (reading, writing, "wb") if name == "stdin" else (writing, reading, "rb")
             self.ours[name] = os.fdopen(ours, mode)
-        elif given is None and inherited is not None:
+        elif stream is None and inherited is not None:
             return inherited
-        elif given is None or given == subprocess.DEVNULL:
+        elif stream is None or stream == subprocess.DEVNULL:
             theirs = os.open(os.devnull, os.O_RDWR)
         else:
-            return given if isinstance(given, int) else int(given.fileno())
+            return stream if isinstance(stream, int) else int(stream.fileno())
         self._to_close.append(theirs)
         return theirs
 

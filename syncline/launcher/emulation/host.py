@@ -9,7 +9,6 @@ where a fresh interpreter would load all of it again.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import multiprocessing.util
 import os
@@ -19,7 +18,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -35,6 +33,7 @@ from syncline.launcher.emulation.namespaces import (
     quieten_ipv6,
 )
 from syncline.launcher.emulation.network import host_address, host_name
+from syncline.launcher.rank_life import wind_down
 from syncline.launcher.wire import Frame, pack, receive_frame, send_frame, unpack
 
 MOST_DESCRIPTORS = 5
@@ -57,9 +56,9 @@ def furnish(host: int, num_hosts: int) -> None:
 
 def _name_the_hosts(num_hosts: int) -> None:
     """An /etc/hosts of its own: `host0` is found by name, and nobody asks a name server that cannot be reached."""
-    named = {"127.0.0.1": "localhost"} | {host_address(host): host_name(host) for host in range(num_hosts)}
+    names_by_address = {"127.0.0.1": "localhost"} | {host_address(host): host_name(host) for host in range(num_hosts)}
     # With the prefix is how torch asks for the name that belongs to an address.
-    lines = [f"{prefix}{address} {name}" for address, name in named.items() for prefix in ("", "::ffff:")]
+    lines = [f"{prefix}{address} {name}" for address, name in names_by_address.items() for prefix in ("", "::ffff:")]
     names = Path(SHARED_MEMORY, "hosts")
     names.write_text("\n".join(lines) + "\n")
     with contextlib.suppress(OSError):  # a machine without the file has no use for it
@@ -167,7 +166,10 @@ def _run_function(host: int, request: Frame) -> NoReturn:
         answer, exit_code = _call(host, request.payload)
         with open(_ANSWER, "wb") as file:
             file.write(answer)
-        _wind_down()
+        wind_down()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
     except BaseException:
         traceback.print_exc()
     finally:
@@ -226,17 +228,6 @@ def _call(host: int, payload: bytes) -> tuple[bytes, int]:
         words = "".join(traceback.format_exception_only(error)).strip()
         failed = RankFailed(f"failed on {host_name(host)}: {words}", traceback_text=traceback.format_exc())
         return pack((False, failed)), 1
-
-
-def _wind_down() -> None:
-    """What the interpreter does at the end of a script: wait for threads, then run exit functions."""
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
 
 
 def _fork_helper(path: Any, args: Any, keep: Any) -> int:

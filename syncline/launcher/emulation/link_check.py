@@ -108,12 +108,12 @@ def receiving_rate(connection: socket.socket) -> float:
     """Bits per second between the moments at which a tenth and nine tenths had arrived: without start and end."""
     connection.settimeout(_PATIENCE_SECONDS)
     buffer = bytearray(_CHUNK_BYTES)
-    seen: list[tuple[float, int]] = []
+    arrivals: list[tuple[float, int]] = []
     total = 0
     while count := connection.recv_into(buffer):
         total += count
-        seen.append((time.monotonic(), total))
-    middle = [(moment, count) for moment, count in seen if total / 10 <= count <= total * 9 / 10]
+        arrivals.append((time.monotonic(), total))
+    middle = [(moment, count) for moment, count in arrivals if total / 10 <= count <= total * 9 / 10]
     if len(middle) < 2:
         return 0.0
     return (middle[-1][1] - middle[0][1]) * 8 / (middle[-1][0] - middle[0][0])

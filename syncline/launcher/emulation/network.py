@@ -72,13 +72,13 @@ def parse_links(text: str, hosts: int) -> list[float]:
 
 def check_hosts(hosts: int) -> None:
     if not 1 <= hosts <= MOST_HOSTS:
-        raise UsageError(f"{hosts} hosts cannot be emulated.", action=f"Choose 1 to {MOST_HOSTS}.")
+        raise UsageError(f"cannot emulate {hosts} hosts.", action=f"Choose 1 to {MOST_HOSTS}.")
 
 
 def check_rate(bits_per_s: float) -> None:
     if not _SLOWEST_BITS_PER_S <= bits_per_s <= _FASTEST_BITS_PER_S:
         raise UsageError(
-            f"a link of {format_bit_rate(bits_per_s)} cannot be emulated.",
+            f"cannot emulate a link of {format_bit_rate(bits_per_s)}.",
             action=f"Choose {format_bit_rate(_SLOWEST_BITS_PER_S)} to {format_bit_rate(_FASTEST_BITS_PER_S)}.",
         )
 

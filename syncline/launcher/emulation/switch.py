@@ -30,7 +30,7 @@ _ALLOW = (
     "kernel.unprivileged_userns_clone=1, on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0); in a container, "
     "start it with --privileged."
 )
-_LOAD = "The kernel needs them: modprobe -a bridge veth sch_tbf."
+_LOAD = "Load the kernel modules: modprobe -a bridge veth sch_tbf."
 
 
 class Refused(Exception):
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> None:
     rates = [float(text) for text in arguments[1 + num_hosts : 1 + 2 * num_hosts]]
     children: list[int] = []
     try:
-        with _step("a network namespace cannot be made", _ALLOW):
+        with _step("cannot create a network namespace", _ALLOW):
             ns.adopt_orphans()
             if not ns.is_privileged():
                 ns.become_privileged()  # before modules start threads, with which it is refused
@@ -82,10 +82,10 @@ def _set_up(
     control: socket.socket, hosts: list[socket.socket], rates: list[float], launcher: int, children: list[int]
 ) -> None:
     for number, connection in enumerate(hosts):
-        others = [control, *hosts[number + 1 :]]
-        children.append(_start_host(number, len(hosts), connection, others, launcher))
+        inherited = [control, *hosts[number + 1 :]]
+        children.append(_start_host(number, len(hosts), connection, inherited, launcher))
         connection.close()
-    with _step("emulated hosts cannot be joined", _LOAD):
+    with _step("cannot connect the emulated hosts", _LOAD):
         namespaces = [os.open(f"/proc/{child}/ns/net", os.O_RDONLY) for child in children]
         # Only now: the hosts' first processes do without it.
         from pyroute2.netlink.exceptions import NetlinkError  # type: ignore[import-untyped]
@@ -133,48 +133,48 @@ def _obey(network: Network, request: dict[str, Any]) -> Mapping[str, int]:
 
 
 def _start_host(
-    number: int, num_hosts: int, connection: socket.socket, others: list[socket.socket], launcher: int
+    number: int, num_hosts: int, connection: socket.socket, inherited: list[socket.socket], launcher: int
 ) -> int:
     """The host's first process, by pid. One in between makes the pid namespace, which only its children enter."""
     switch = os.pidfd_open(os.getpid())
     reading, writing = os.pipe()
-    between = os.fork()
-    if between == 0:
-        for other in others:
-            other.close()
+    parent = os.fork()
+    if parent == 0:
+        for unneeded in inherited:
+            unneeded.close()
         os.close(reading)
         _become_host(number, num_hosts, connection, [launcher, switch], writing)
     os.close(switch)
     os.close(writing)
-    with open(reading) as said:
-        lines = dict(line.split(" ", 1) for line in said.read().splitlines())
-    os.waitpid(between, 0)
+    with open(reading) as report:
+        lines = dict(line.split(" ", 1) for line in report.read().splitlines())
+    os.waitpid(parent, 0)
     if "ready" in lines:
         return int(lines["pid"])
     error = int(lines.get("error", errno.EIO))
     hint = (
         "" if "pid" not in lines else " A container must allow mounting /proc: --security-opt systempaths=unconfined."
     )
-    raise Refused(f"an emulated host cannot be made: {os.strerror(error)}.", _ALLOW + hint)
+    raise Refused(f"cannot create an emulated host: {os.strerror(error)}.", _ALLOW + hint)
 
 
-def _become_host(number: int, num_hosts: int, connection: socket.socket, watched: list[int], telling: int) -> None:
+def _become_host(number: int, num_hosts: int, connection: socket.socket, watched: list[int], report: int) -> None:
     """Never returns. Tells 'pid N' from outside and 'ready …' or 'error N' from inside the host."""
     code = 1
     try:
         ns.unshare(_HOST)
         first = os.fork()
         if first != 0:
-            os.write(telling, f"pid {first}\n".encode())
+            os.write(report, f"pid {first}\n".encode())
             os._exit(0)
         furnish(number, num_hosts)
-        os.write(telling, b"ready yes\n")
-        os.close(telling)
+        os.write(report, b"ready yes\n")
+        os.close(report)
         Keeper(number, connection, watched).run()
         code = 0
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.write(telling, f"error {error.errno}\n".encode())
+            os.write(report, f"error {error.errno}\n".encode())
     finally:
         os._exit(code)
 

@@ -72,22 +72,22 @@ def run_for_user(
     warning = oversubscription(workers, threads or default_threads(max(1, workers)))
     if warning:
         print(warning, file=sys.stderr)
-    with _output_kept(log_dir) as folder:
+    with _output_folder(log_dir) as folder:
         return run_ranks(function, args, workers=workers, log_dir=folder, threads=threads, port=port)
 
 
 @contextlib.contextmanager
-def _output_kept(log_dir: Path | None) -> Iterator[Path]:
+def _output_folder(log_dir: Path | None) -> Iterator[Path]:
     """The user's folder, or a temporary one that goes away if no rank wrote anything."""
     if log_dir is not None:
         yield log_dir
         return
     folder = Path(tempfile.mkdtemp(prefix="syncline-"))
-    named = False
+    error_says_where = False
     try:
         yield folder
     except SynclineError as error:
-        named = str(folder) in str(error)
+        error_says_where = str(folder) in str(error)
         raise
     finally:
         shutil.rmtree(folder / "outcomes", ignore_errors=True)
@@ -96,8 +96,8 @@ def _output_kept(log_dir: Path | None) -> Iterator[Path]:
                 path.unlink()
         if not any(folder.iterdir()):
             folder.rmdir()
-        elif not named:
-            print(f"syncline: what ranks other than 0 wrote is in {folder}", file=sys.stderr, flush=True)
+        elif not error_says_where:
+            print(f"syncline: the output of ranks other than 0 is in {folder}", file=sys.stderr, flush=True)
 
 
 def run_ranks(
@@ -115,12 +115,12 @@ def run_ranks(
 
     `log_dir` receives outcomes and the output of ranks 1 and up; None means a folder that is removed afterwards.
     `preload` names modules for the fork server, which only the first run of a process can choose. `port` is the
-    store's; 0 takes any free one. After a failure all ranks are started again, `max_restarts` times; the function
-    finds in its placement which start this is.
+    store's; 0 means any free one. After a failure all ranks restart, up to `max_restarts` times; the function's
+    placement says how often they have.
     """
     check_numbers(workers, threads)
     with (
-        signals_noted() as noted,
+        signals_noted() as signals,
         log_folder(log_dir, range(workers)) as folder,
         listening(LOOPBACK, port) as listener,
     ):
@@ -129,23 +129,23 @@ def run_ranks(
         environment = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
         threads = threads or default_threads(workers)
         task = make_task(payload, threads, folder, temporary=log_dir is None, environment=environment)
-        director = _Alone(listener, port, noted, max_restarts)
+        director = _Alone(listener, port, signals, max_restarts)
         try:
-            return run_task(task, Share(0, 1, workers), director, noted, max_restarts)
+            return run_task(task, Share(0, 1, workers), director, signals, max_restarts)
         finally:
             director.close()
 
 
 class _Alone:
-    """The director of ranks that are all on this machine. It stops when a signal was `noted`.
+    """The director of ranks that are all on this machine. It stops when a signal has arrived in `signals`.
 
     `listener` is for the first start; later ones listen on `port` again.
     """
 
-    def __init__(self, listener: socket.socket, port: int, noted: list[int], max_restarts: int) -> None:
+    def __init__(self, listener: socket.socket, port: int, signals: list[int], max_restarts: int) -> None:
         self._listener: socket.socket | None = listener
         self._port = port
-        self._noted = noted
+        self._signals = signals
         self._max_restarts = max_restarts
         self._number = -1
         self._store: object = None
@@ -159,10 +159,10 @@ class _Alone:
         return Attempt(self._number, LOOPBACK, store.port)
 
     def must_stop(self) -> bool:
-        return bool(self._noted)
+        return bool(self._signals)
 
     def again(self, error: SynclineError, *, is_echo: bool) -> bool:
-        if self._noted or isinstance(error, UsageError) or self._number >= self._max_restarts:
+        if self._signals or isinstance(error, UsageError) or self._number >= self._max_restarts:
             return False
         print(restart_line(error, self._number + 1, self._max_restarts), file=sys.stderr, flush=True)
         return True

@@ -1,4 +1,4 @@
-"""One host's ranks: processes of the fork server, which a director tells when to start, to stop and to start again.
+"""One host's ranks: processes of the fork server. A director says when they start, stop and restart.
 
 They find the same variables as under torchrun. The launcher watches exit codes and outcome files. It gives the rank
 that broke the run a moment to say so before it ends the others, and it stops when it is asked to.
@@ -66,7 +66,7 @@ class Director(Protocol):
         """Looked at ten times a second while ranks run."""
 
     def again(self, error: SynclineError, *, is_echo: bool) -> bool:
-        """The ranks of this host have ended, for this reason or because of `must_stop`: whether to start again."""
+        """The ranks of this host have ended, for this reason or because of `must_stop`: whether to restart them."""
 
     def all_finished(self) -> bool:
         """Asked again and again once the ranks of this host have succeeded: whether all hosts' have."""
@@ -90,15 +90,15 @@ def make_task(payload: bytes, threads: int, folder: Path, *, temporary: bool, en
     )
 
 
-def run_task(task: Task, share: Share, director: Director, noted: list[int], max_restarts: int) -> list[Any]:
+def run_task(task: Task, share: Share, director: Director, signals: list[int], max_restarts: int) -> list[Any]:
     """This host's ranks to their end: their results."""
-    raise_if_interrupted(noted)
+    raise_if_interrupted(signals)
     ranks = HostRanks(task, share, director, run_id=uuid.uuid4().hex[:12], max_restarts=max_restarts)
     # A thread of its own: the main thread then only notes signals, and none of them can interrupt this between
     # starting a rank and remembering that it did.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="syncline-ranks") as pool:
         error = pool.submit(ranks.run).result()
-    raise_if_interrupted(noted)
+    raise_if_interrupted(signals)
     if error is not None:
         try:
             raise error
@@ -237,7 +237,7 @@ class HostRanks:
 
 
 def _put_aside(path: Path) -> None:
-    """What the rank said before it was started again stays beside what it says now."""
+    """A rank that restarts keeps the output of its earlier starts."""
     if path.exists():
         earlier = len(list(path.parent.glob(f"{path.stem}.*.log")))
         path.rename(path.with_suffix(f".{earlier}.log"))

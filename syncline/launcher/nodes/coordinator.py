@@ -1,13 +1,13 @@
 """Node 0's book of the nodes: who has joined, whether all may start, who was lost, and how the run ends.
 
 One thread reads each connection, one handles what they read, in order; so the book needs no locks. A node that closes
-its connection is lost at once; one that is cut off is lost when nothing was heard from it for a while.
+its connection is lost at once; one that is cut off is lost when it has been silent for a while.
 
     joining     until every node has said who it is, and all fit together
     gathering   until every node is ready to start its ranks
     running     until every node's ranks have finished, or one has failed
     deciding    for a moment, in which the cause may show behind its echoes; then gathering again, or over
-    over        every node was told how the run ended
+    over        every node knows how the run ended
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HELLO_SECONDS = 10.0
 class Limits:
     join_timeout_s: float
     silence_s: float
-    """A node from which nothing was heard for so long is lost; each sends a sign of life every second."""
+    """A node that is silent for so long is lost; each sends a sign of life every second."""
     max_restarts: int
 
 
@@ -133,7 +133,7 @@ class Coordinator:
             except queue.Empty:
                 pass
             except (KeyError, TypeError, ValueError) as error:
-                self._end(HostError(f"a node said what node 0 does not understand: {error!r}."))
+                self._end(HostError(f"a node sent a message that node 0 does not understand: {error!r}."))
             self._look_around()
 
     def _handle(self, connection: Connection, message: Message | None, payload: bytes) -> None:
@@ -149,25 +149,25 @@ class Coordinator:
             self._hear(seat, message, payload)
 
     def _hear(self, seat: Seat, message: Message, payload: bytes) -> None:
-        said = message["say"]
+        kind = message["say"]
         current = message.get("attempt") == self._attempt and self._phase in ("running", "deciding")
-        if said == "ready":
+        if kind == "ready":
             seat.ready = True
-        elif said == "finished" and current:
+        elif kind == "finished" and current:
             seat.finished = True
-        elif said == "failed" and current:
+        elif kind == "failed" and current:
             seat.failed = True
             self._note(_Failure(bool(message["echo"]), {**message["error"], "host": seat.host}))
-        elif said == "fatal":
+        elif kind == "fatal":
             self._end(restore({**message["error"], "host": seat.host}))
-        elif said == "interrupted":
+        elif kind == "interrupted":
             self._end(Interrupted(f"Stopped by {message['by']} on host {seat.host}; every rank has ended."))
-        elif said == "values":
+        elif kind == "values":
             self._values = message["values"]
             self._tell_all({"say": "values", "values": self._values})
-        elif said == "file":
+        elif kind == "file":
             self.keep_file(str(message["name"]), payload)
-        elif said == "bye":
+        elif kind == "bye":
             seat.gone = True
 
     def _welcome(self, connection: Connection, message: Message) -> None:
@@ -179,7 +179,7 @@ class Coordinator:
             wrong = UsageError(
                 f"node rank {seat.node_rank} is claimed twice: by {seat} and by host {message['host']} "
                 f"({message['address']}).",
-                action="Give every node a --node-rank of its own, from 0 on.",
+                action="Give every node a different --node-rank, counting from 0.",
             )
         if self._phase == "over":
             connection.send({"say": "over", "error": self._verdict})
@@ -215,24 +215,28 @@ class Coordinator:
         if message["nodes"] != nodes:
             return UsageError(
                 f"{who} was started with --nodes {message['nodes']}, node 0 with --nodes {nodes}.",
-                action="Give the same number everywhere.",
+                action="Use the same number on every node.",
             )
-        for name, here in self._expected["versions"].items():
-            there = message["versions"].get(name)
-            if there != here:
-                return UsageError(f"{who} has {name} {there}, node 0 has {here}.", action="Install the same version.")
-        own, other = self._expected["plan"], message["plan"]
-        differing = [key for key in sorted({*own, *other}) if own.get(key) != other.get(key)]
+        for name, ours in self._expected["versions"].items():
+            theirs = message["versions"].get(name)
+            if theirs != ours:
+                return UsageError(
+                    f"{who} has {name} {theirs}, node 0 has {ours}.", action="Install the same version."
+                )
+        ours, theirs = self._expected["plan"], message["plan"]
+        differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
         if differing:
-            keys = ", ".join(f"{key} = {other.get(key)!r}, not {own.get(key)!r}" for key in differing)
-            return UsageError(f"{who} has another plan than node 0: {keys}.", action="Start all with the same plan.")
+            keys = ", ".join(f"{key} = {theirs.get(key)!r}, not {ours.get(key)!r}" for key in differing)
+            return UsageError(
+                f"{who} has a different plan than node 0: {keys}.", action="Start every node with the same plan."
+            )
         return None
 
     def _look_around(self) -> None:
         now = time.monotonic()
         for seat in self._seats:
             if seat.connection is not None and not seat.gone and now - seat.heard > self._limits.silence_s:
-                self._lose(seat, f"nothing was heard from it for {self._limits.silence_s:g} s")
+                self._lose(seat, f"it has been silent for {self._limits.silence_s:g} s")
         if self._phase in ("joining", "gathering"):
             self._wait_for_missing(now)
         if self._phase == "gathering" and all(seat.connection and seat.ready for seat in self._seats):
@@ -255,7 +259,7 @@ class Coordinator:
             self._end(
                 HostError(
                     f"waited {self._limits.join_timeout_s:g} s for {names}.",
-                    action="Start the missing nodes, or give a longer --join-timeout.",
+                    action="Start the missing nodes, or raise --join-timeout.",
                 )
             )
         elif now > self._next_line:
@@ -317,7 +321,7 @@ class Coordinator:
         suspects = [str(seat) for seat in self._seats if not seat.failed]
         if not suspects or len(suspects) == len(self._seats):
             return []
-        return [f"Still busy, and waited for by the others: {', '.join(suspects)}."]
+        return [f"Still busy while the others waited: {', '.join(suspects)}."]
 
     def _end(self, error: SynclineError | None) -> None:
         if self._phase == "over":

@@ -1,7 +1,7 @@
 """A node's side of a run on several nodes: it joins node 0, and directs its ranks as all nodes together decide.
 
 Node 0 joins itself over the same kind of connection as everybody else. While ranks run, a thread listens, another
-sends a sign of life every second; the agent looks ten times a second at what they know.
+sends a sign of life every second; the launcher looks ten times a second at what they know.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Known:
 
 
 class Membership:
-    """One node's place in the run, from joining to leaving. `noted` are signals that the launcher has caught."""
+    """One node's place in the run, from joining to leaving. `signals` are those that the launcher has caught."""
 
     def __init__(self, hello: Message, route: Route, limits: Limits, coordinator: Coordinator | None) -> None:
         self._hello = hello
@@ -58,9 +58,9 @@ class Membership:
         self._connection: Connection | None = None
         self._left = threading.Event()
         self._number = -1
-        self._told_finished = -1
-        self._told_interrupted = False
-        self.noted: list[int] = []
+        self._reported_finished = -1
+        self._reported_interrupt = False
+        self.signals: list[int] = []
 
     @property
     def verdict(self) -> SynclineError | None:
@@ -99,7 +99,7 @@ class Membership:
         return self._known.start
 
     def must_stop(self) -> bool:
-        self._tell_of_signals()
+        self._report_signals()
         known = self._known
         return known.verdict is not None or bool(known.lost) or known.stopped >= self._number
 
@@ -118,13 +118,13 @@ class Membership:
         return True
 
     def all_finished(self) -> bool:
-        if self._told_finished != self._number:
-            self._told_finished = self._number
+        if self._reported_finished != self._number:
+            self._reported_finished = self._number
             self._say({"say": "finished", "attempt": self._number})
         return self._known.over and self._known.verdict is None
 
     def fail(self, error: BaseException) -> None:
-        """This node cannot go on, for a reason outside its ranks: all others are told."""
+        """This node cannot continue, for a reason outside its ranks: tell all others."""
         if isinstance(error, KeyboardInterrupt):
             self._say({"say": "interrupted", "by": "Ctrl-C"})
         elif isinstance(error, SynclineError):
@@ -160,8 +160,8 @@ class Membership:
             self._wait(lambda: self._known.welcome, seconds=_ANSWER_SECONDS)
         except HostError:
             raise UsageError(
-                f"what listens at {self._route.target} port {self._route.port} does not answer as node 0 of a run "
-                "with this version of Syncline would.",
+                f"the program at {self._route.target} port {self._route.port} does not respond like node 0 of this "
+                "version of Syncline.",
                 action="Start node 0 there, or correct --rendezvous.",
             ) from None
 
@@ -175,21 +175,21 @@ class Membership:
         self._lose(connection, "its connection closed")
 
     def _learn(self, message: Message) -> None:
-        known, said = self._known, message["say"]
-        if said == "welcome":
+        known, kind = self._known, message["say"]
+        if kind == "welcome":
             known.welcome = True
-        elif said == "joined":
+        elif kind == "joined":
             known.hosts = [(str(name), str(address)) for name, address in message["hosts"]]
-        elif said == "values":
+        elif kind == "values":
             known.values = message["values"]
-        elif said == "start":
+        elif kind == "start":
             known.start = Attempt(message["attempt"], message["address"], message["port"])
-        elif said == "stop":
+        elif kind == "stop":
             known.stopped, known.reason = message["attempt"], message["error"]
-        elif said == "over":
+        elif kind == "over":
             known.over = True
             known.verdict = restore(message["error"]) if message["error"] is not None else None
-        elif said == "waiting":
+        elif kind == "waiting":
             self._print(f"syncline: {message['text']}")
 
     def _beat(self) -> None:
@@ -199,7 +199,7 @@ class Membership:
                 continue
             connection.send({"say": "beat"})
             if time.monotonic() - self._known.heard > self._limits.silence_s:
-                self._lose(connection, f"nothing was heard from it for {self._limits.silence_s:g} s")
+                self._lose(connection, f"it has been silent for {self._limits.silence_s:g} s")
 
     def _lose(self, connection: Connection, why: str) -> None:
         with self._changed:
@@ -240,12 +240,12 @@ class Membership:
                 if self._known.lost or (deadline is not None and time.monotonic() > deadline):
                     raise self._rendezvous_lost()
                 self._changed.wait(_LOOK_SECONDS)
-                self._tell_of_signals()
+                self._report_signals()
 
-    def _tell_of_signals(self) -> None:
-        if self.noted and not self._told_interrupted:
-            self._told_interrupted = True
-            self._say({"say": "interrupted", "by": signal_words(self.noted[0])})
+    def _report_signals(self) -> None:
+        if self.signals and not self._reported_interrupt:
+            self._reported_interrupt = True
+            self._say({"say": "interrupted", "by": signal_words(self.signals[0])})
 
     def _say(self, message: Message, payload: bytes = b"") -> None:
         if self._connection is not None:
