@@ -163,7 +163,7 @@ def digests(plans: list[Plan], folder: str, user_folder: str) -> list[str]:
     place = placement_from_environment()
     assert place is not None
     sys.path.insert(0, user_folder)
-    world = connect(backend="gloo", rank=place.rank, world_size=place.world_size, deadline=timedelta(seconds=60))
+    world = connect(place, backend="gloo", deadline=timedelta(seconds=60))
     found = []
     for plan in plans:
         number = plan.measure.calibration

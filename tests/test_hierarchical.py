@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -195,9 +196,7 @@ def on_two_hosts_of_processes() -> list[dict[str, Tensor]]:
     place = placement_from_environment()
     assert place is not None
     deadline = timedelta(seconds=30)
-    backend = connect(
-        backend="gloo", rank=place.rank, world_size=place.world_size, deadline=deadline, host_index=place.rank // 2
-    )
+    backend = connect(replace(place, host_index=place.rank // 2), backend="gloo", deadline=deadline)
     log = EventLog(rank=place.rank, world_size=place.world_size)
     communicator = instrumented(backend, log, deadline_s=30)
     found = steps(communicator, log, "channels-last", {"bucket_cap_mb": TINY})

@@ -142,7 +142,7 @@ def digests_when_interrupted(plans: list[Plan], folder: str, user_folder: str, s
     worker.load_images = functools.cache(worker.load_images)  # type: ignore[assignment]
     show = worker.Display
     deadline = timedelta(seconds=60)
-    world = connect(backend="gloo", rank=place.rank, world_size=place.world_size, deadline=deadline)
+    world = connect(place, backend="gloo", deadline=deadline)
 
     def train(plan: Plan, name: str, *, resume: bool) -> str:
         run = RunFolder(Path(folder) / f"{plan.method}-{name}")
