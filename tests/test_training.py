@@ -149,7 +149,10 @@ def digests_when_interrupted(plans: list[Plan], folder: str, user_folder: str, s
         backend = world.split(f"{plan.method} {name} {resume}")
         with joined(plan, None, backend) as rank:
             summary = worker._train(rank, run, resume=resume, voice=Voice())
-        return summary["weights_sha256"] if summary else ""
+        if summary is None:
+            return ""
+        run.write_summary(summary)
+        return str(summary["weights_sha256"])
 
     found = {}
     for plan in plans:
