@@ -188,7 +188,7 @@ def test_parameter_without_gradient_on_one_rank_is_an_error_that_names_it(method
         sync.finish()
 
     with pytest.raises(ContractError, match="forgotten") as error:
-        on_threads(2, live, deadline_s=20)
+        on_threads(2, live, deadline_s=5)
     assert error.value.rank in (0, 1)
 
 
