@@ -16,6 +16,9 @@ import pytest
 
 from syncline.launcher.here import run_ranks
 
+OWN = f"planted by {os.getpid()}"
+"""The mark of what these tests plant: the same test may run in another worker at the same time."""
+
 ORPHAN = """
 import subprocess, sys
 child = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -34,7 +37,7 @@ def test_dirty(): subprocess.Popen(["sleep", "60"])
 """
 
 
-def found(scratch: Path, *folders: Path, mark: str = "test") -> list[str]:
+def found(scratch: Path, *folders: Path, mark: str = OWN) -> list[str]:
     """What is new since the folders were empty."""
     return conftest.leftovers(mark, scratch, {folder: set() for folder in folders})
 
@@ -57,7 +60,7 @@ def test_clean_house_has_no_leftovers(tmp_path: Path) -> None:
 
 
 def test_child_is_found_until_it_ends(tmp_path: Path) -> None:
-    with sleeping("test") as pid:
+    with sleeping(OWN) as pid:
         assert [line for line in found(tmp_path) if f"process {pid}" in line]
         with pytest.raises(AssertionError, match=f"process {pid}"):
             conftest.wait_for_none(lambda: found(tmp_path), 0.2)
@@ -70,7 +73,7 @@ def test_process_of_another_session_is_not_ours(tmp_path: Path) -> None:
 
 
 def test_orphan_is_found(tmp_path: Path) -> None:
-    environment = {**os.environ, conftest.MARK: "test"}
+    environment = {**os.environ, conftest.MARK: OWN}
     done = subprocess.run([sys.executable, "-c", ORPHAN], env=environment, capture_output=True, text=True, check=True)
     pid = int(done.stdout)
     try:
@@ -88,7 +91,7 @@ def test_listening_socket_is_found_in_this_process_and_in_others(tmp_path: Path)
         "import socket, time; server = socket.create_server(('::1', 0), family=socket.AF_INET6);"
         "print(0, flush=True); time.sleep(60)"
     )
-    with sleeping("test", code) as pid:
+    with sleeping(OWN, code) as pid:
         assert [line for line in found(tmp_path) if f"process {pid} listens on port" in line]
 
 
@@ -110,7 +113,7 @@ def test_new_entry_of_a_shared_folder_is_found_unless_a_stranger_uses_it(tmp_pat
     closed = f"import mmap, time; file = open({str(planted)!r}, 'r+b'); m = mmap.mmap(file.fileno(), 0); file.close()"
     with sleeping("somebody else", f"{closed}; print(0, flush=True); time.sleep(60)"):
         assert found(scratch, shared) == []
-    with sleeping("test", code):
+    with sleeping(OWN, code):
         assert f"new {planted}" in found(scratch, shared)
 
 
@@ -129,7 +132,7 @@ def test_links_and_mounts_of_emulated_hosts_are_found(tmp_path: Path) -> None:
         "1 2 0:3 / / rw - ext4 a rw\n5 2 0:4 / /dev/shm rw - tmpfs a rw\n6 2 0:5 / /dev/shm rw - tmpfs a rw\n"
     )
     assert conftest.emulation_mounts(table) == ["/dev/shm", "/dev/shm"]
-    left = conftest.leftovers("test", tmp_path / "eth0", {}, conftest.emulation_mounts()[1:])
+    left = conftest.leftovers(OWN, tmp_path / "eth0", {}, conftest.emulation_mounts()[1:])
     assert [line for line in left if line.startswith("mount on ")]
 
 
