@@ -79,7 +79,7 @@ class OutcomeFile:
         self._outcome = Outcome(rank=rank, pid=os.getpid())
         self._lock = threading.Lock()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._write(self._outcome)
+        _write(self._path, self._outcome)
 
     def finished(self) -> None:
         self._settle(replace(self._outcome, state="finished"))
@@ -106,11 +106,7 @@ class OutcomeFile:
         with self._lock:
             if self._outcome.state == "running":
                 self._outcome = replace(outcome, time=time.time())
-                self._write(self._outcome)
-
-    def _write(self, outcome: Outcome) -> None:
-        with contextlib.suppress(OSError):  # a full disk or a removed folder must not hide the rank's real end
-            write_atomic(self._path, json.dumps(asdict(outcome), indent=1), durable=False)
+                _write(self._path, self._outcome)
 
 
 def output_files(log_dir: Path, rank: int) -> list[Path]:
@@ -129,6 +125,13 @@ def read_outcome(log_dir: Path, rank: int) -> Outcome | None:
 def has_finished(log_dir: Path, rank: int) -> bool:
     outcome = read_outcome(log_dir, rank)
     return outcome is not None and outcome.state == "finished"
+
+
+def accept_exit(log_dir: Path, rank: int) -> None:
+    """A script's rank ended with exit code 0 and without a word (os._exit): as under torchrun, that is a success."""
+    outcome = read_outcome(log_dir, rank)
+    if outcome is not None and outcome.state == "running":
+        _write(_path(log_dir, rank), replace(outcome, state="finished", time=time.time()))
 
 
 def forget_outcomes(log_dir: Path, ranks: Iterable[int]) -> None:
@@ -219,7 +222,7 @@ class Patience:
 
     def is_over(self, exit_codes: Mapping[int, int | None]) -> bool:
         """`exit_codes` by rank, None for those that live."""
-        # An exit code of 0 is not enough: os._exit(0) in the middle gives one too.
+        # An exit code of 0 is not enough: os._exit(0) in the middle of a function gives one too.
         failed = [
             rank for rank, code in exit_codes.items()
             if code or (code == 0 and not has_finished(self._log_dir, rank))
@@ -331,6 +334,11 @@ def _packed(error: BaseException) -> str:
         return base64.b64encode(pack(error)).decode()
     except Exception:  # an error that carries something unpicklable still says its message
         return base64.b64encode(pack(UsageError(error.message, action=error.action))).decode()
+
+
+def _write(path: Path, outcome: Outcome) -> None:
+    with contextlib.suppress(OSError):  # a full disk or a removed folder must not hide the rank's real end
+        write_atomic(path, json.dumps(asdict(outcome), indent=1), durable=False)
 
 
 def _path(log_dir: Path, rank: int) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
 import os
 import sys
 import threading
@@ -22,18 +23,19 @@ from syncline.machine import keep_freed_memory
 
 
 class Terminal:
-    """The launcher's stdout and stderr as they are now.
+    """The launcher's stdout and stderr as they are now; also its stdin, if `numbers` says so.
 
     The fork server holds the ones from when it was started; a notebook or a test may have changed them since.
     Descriptors travel with the pickle, so this can only be sent to a process that is being started.
     """
 
-    def __init__(self, received: dict[int, int] | None = None) -> None:
+    def __init__(self, received: dict[int, int] | None = None, *, numbers: tuple[int, ...] = (1, 2)) -> None:
+        self._numbers = numbers
         self.received = received or {}
-        """Where descriptors 1 and 2 lead, as descriptors of this process."""
+        """Where those descriptors lead, as descriptors of this process."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_received, ({number: reduction.DupFd(number) for number in (1, 2) if is_open(number)},))
+        return (_received, ({number: reduction.DupFd(number) for number in self._numbers if is_open(number)},))
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Task:
     launcher: watch.Watched
     leftovers: tuple[str, ...]
     terminal: Terminal | None = None
+    is_script: bool = False
+    """A whole program: its exit code says how it went. A function's rank must also leave a result."""
 
 
 def live(task: Task) -> NoReturn:
@@ -60,6 +64,8 @@ def live(task: Task) -> NoReturn:
     watch.start(task.launcher, outcome, task.leftovers)
     try:
         redirect_output(Path(task.log_dir), place.rank, task.terminal)
+        # Or a rank's own children would come from a fork server too: they start late and need picklable arguments.
+        multiprocessing.set_start_method(None, force=True)
         _run(task, place.rank)
         outcome.finished()
         wind_down()
@@ -71,12 +77,11 @@ def live(task: Task) -> NoReturn:
 
 def redirect_output(log_dir: Path, rank: int, terminal: Terminal | None) -> None:
     """By descriptor, so that what C code and child processes say goes there too."""
-    targets = terminal.received if terminal else {}
-    if rank:
-        for descriptor in targets.values():
-            os.close(descriptor)
-        files = output_files(log_dir, rank)
-        targets = {n: os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666) for n, file in enumerate(files, 1)}
+    targets = dict(terminal.received) if terminal else {}
+    for number, file in enumerate(output_files(log_dir, rank), 1):
+        if number in targets:
+            os.close(targets[number])
+        targets[number] = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for number, descriptor in targets.items():
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -89,8 +94,10 @@ def result_path(log_dir: Path, rank: int) -> Path:
     return log_dir / "outcomes" / f"rank-{rank}.result"
 
 
-def take_result(log_dir: Path, rank: int) -> Any:
+def take_result(log_dir: Path, rank: int, *, may_be_missing: bool = False) -> Any:
     path = result_path(log_dir, rank)
+    if may_be_missing and not path.exists():
+        return None
     result = unpack(path.read_bytes())
     path.unlink()
     return result

@@ -7,25 +7,33 @@ parent is the fork server, so the parent's pid says nothing about the launcher: 
 
 from __future__ import annotations
 
+import _posixsubprocess
 import contextlib
 import multiprocessing
 import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from types import FrameType
+from typing import Any, NoReturn, Protocol
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_EVERY_SECONDS = 0.5
 _TIDY_SECONDS = 2.0
 _SHOW_CURSOR = b"\x1b[?25h"
 
+_RELAY = signal.SIGRTMAX if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+"""Brings a stop signal that the watcher has taken to the main thread, where Python runs handlers."""
+
+_fork_exec = _posixsubprocess.fork_exec
+_relayed: list[int] = []
 _callbacks: list[Callable[[], object]] = []
 _watchers: list[_Watcher] = []
 
@@ -90,8 +98,10 @@ def ancestors(pid: int) -> Iterator[tuple[int, str]]:
 def start(launcher: Watched, report: Report, leftovers: Iterable[str] = ()) -> None:
     """Start watching. `leftovers` are folders that a launcher which was killed can no longer remove itself."""
     hold_signals()
-    # Children that user code forks (data loader workers) must be open to signals again.
+    # Children that user code forks (data loader workers) must be open to signals again, and so must its programs.
     os.register_at_fork(after_in_child=_release_signals)
+    subprocess._fork_exec = _posixsubprocess.fork_exec = _open_to_signals  # type: ignore[attr-defined]
+    signal.signal(_RELAY, _call_handlers)
     watcher = _Watcher(launcher, report, tuple(leftovers))
     _watchers.append(watcher)
     threading.Thread(target=watcher.run, name="syncline-watch", daemon=True).start()
@@ -141,7 +151,12 @@ class _Watcher:
             for folder in self._leftovers:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _obey(self, number: int, sender: int) -> NoReturn:
+    def _obey(self, number: int, sender: int) -> None:
+        """A handler that user code has set decides for itself; but the launcher waits for seconds only."""
+        if signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler, None):
+            _relayed.append(number)
+            signal.pthread_kill(threading.main_thread().ident or 0, _RELAY)
+            return
         name = signal.Signals(number).name
         if sender in self._trusted:
             self._report.stopped(name)
@@ -190,6 +205,23 @@ def _answers(process: Watched) -> bool:
 
 def _release_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _call_handlers(_number: int, frame: FrameType | None) -> None:
+    while _relayed:
+        number = _relayed.pop(0)
+        handler = signal.getsignal(number)
+        if callable(handler):
+            handler(number, frame)
+
+
+def _open_to_signals(*args: Any) -> Any:
+    """Start a program, which inherits what is blocked here at this moment."""
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        return _fork_exec(*args)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _tidy(callbacks: bool) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from syncline.errors import SynclineError, UsageError
+from syncline.launcher.here.following import following
 from syncline.launcher.here.host_ranks import Attempt, Share, make_task, restart_line, run_task
 from syncline.launcher.starting import (
     LOOPBACK,
@@ -40,6 +41,7 @@ def launch(
     workers: int,
     threads: int | None = None,
     log_dir: str | Path | None = None,
+    all_ranks: bool = False,
     **kwargs: Any,
 ) -> list[Result]:
     """Run `function(*args, **kwargs)` in `workers` new processes on this machine and return their results by rank.
@@ -50,13 +52,13 @@ def launch(
 
     Rank 0 writes to the terminal; the others write to `rank-N.stdout.log` and `rank-N.stderr.log` in `log_dir`.
     Without one they write to a temporary folder. It stays if a rank wrote something, and a line on stderr, or the
-    error, says where it is. `workers`, `threads` and `log_dir` are launch's own: a function that has parameters of
-    these names gets them through `functools.partial` or a lambda.
+    error, says where it is. With `all_ranks=True` their lines are shown too, as they come, with `rank N: ` in front.
+    `workers`, `threads`, `log_dir` and `all_ranks` are launch's own: a function that has parameters of these names
+    gets them through `functools.partial` or a lambda.
     """
     call = functools.partial(function, *args, **kwargs)
-    return run_for_user(
-        call, (), workers=workers, threads=threads, log_dir=None if log_dir is None else Path(log_dir)
-    )
+    folder = None if log_dir is None else Path(log_dir)
+    return run_for_user(call, (), workers=workers, threads=threads, log_dir=folder, all_ranks=all_ranks)
 
 
 def run_for_user(
@@ -67,18 +69,25 @@ def run_for_user(
     threads: int | None,
     log_dir: Path | None,
     port: int = 0,
+    all_ranks: bool = False,
+    is_script: bool = False,
 ) -> list[Any]:
-    """`run_ranks` for code that is not ours: says when cores are short, and keeps what every rank wrote."""
+    """`run_ranks` for code that is not ours: says when cores are short, and keeps or shows what every rank wrote."""
     warning = oversubscription(workers, threads or default_threads(max(1, workers)))
     if warning:
         print(warning, file=sys.stderr)
-    with _output_folder(log_dir) as folder:
-        return run_ranks(function, args, workers=workers, log_dir=folder, threads=threads, port=port)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_output_folder(log_dir, is_shown=all_ranks))
+        if all_ranks:
+            stack.enter_context(following(folder, workers))
+        return run_ranks(
+            function, args, workers=workers, log_dir=folder, threads=threads, port=port, is_script=is_script
+        )
 
 
 @contextlib.contextmanager
-def _output_folder(log_dir: Path | None) -> Iterator[Path]:
-    """The user's folder, or a temporary one that goes away if no rank wrote anything."""
+def _output_folder(log_dir: Path | None, *, is_shown: bool) -> Iterator[Path]:
+    """The user's folder, or a temporary one that goes away if no rank wrote anything that was not shown."""
     if log_dir is not None:
         yield log_dir
         return
@@ -92,7 +101,7 @@ def _output_folder(log_dir: Path | None) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder / "outcomes", ignore_errors=True)
         for path in folder.iterdir():
-            if not path.stat().st_size:
+            if is_shown or not path.stat().st_size:
                 path.unlink()
         if not any(folder.iterdir()):
             folder.rmdir()
@@ -110,13 +119,15 @@ def run_ranks(
     preload: Sequence[str] = (),
     port: int = 0,
     max_restarts: int = 0,
+    is_script: bool = False,
 ) -> list[Any]:
     """`function(*args)` in each rank; results by rank. Raises RankFailed, Interrupted, or a rank's UsageError.
 
     `log_dir` receives outcomes and the output of ranks 1 and up; None means a folder that is removed afterwards.
     `preload` names modules for the fork server, which only the first run of a process can choose. `port` is the
     store's; 0 means any free one. After a failure all ranks restart, up to `max_restarts` times; the function's
-    placement says how often they have.
+    placement says how often they have. `is_script`: the function is a whole program, whose exit code says how it
+    went, and not a result.
     """
     check_numbers(workers, threads)
     with (
@@ -128,7 +139,9 @@ def run_ranks(
         payload = packed(function, tuple(args))
         environment = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
         threads = threads or default_threads(workers)
-        task = make_task(payload, threads, folder, temporary=log_dir is None, environment=environment)
+        task = make_task(
+            payload, threads, folder, temporary=log_dir is None, environment=environment, is_script=is_script
+        )
         director = _Alone(listener, port, signals, max_restarts)
         try:
             return run_task(task, Share(0, 1, workers), director, signals, max_restarts)

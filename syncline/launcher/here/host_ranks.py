@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher import watch
 from syncline.launcher.adopt import Placement, is_rank_variable, torchrun_variables
-from syncline.launcher.outcome import Ending, Patience, forget_outcomes, is_echo, judge, output_files
+from syncline.launcher.outcome import Ending, Patience, accept_exit, forget_outcomes, is_echo, judge, output_files
 from syncline.launcher.rank_life import Task, Terminal, live, take_result
 from syncline.launcher.starting import main_module_hidden, raise_if_interrupted
 
@@ -72,7 +72,15 @@ class Director(Protocol):
         """Asked again and again once the ranks of this host have succeeded: whether all hosts' have."""
 
 
-def make_task(payload: bytes, threads: int, folder: Path, *, temporary: bool, environment: Mapping[str, str]) -> Task:
+def make_task(
+    payload: bytes,
+    threads: int,
+    folder: Path,
+    *,
+    temporary: bool,
+    environment: Mapping[str, str],
+    is_script: bool = False,
+) -> Task:
     """What each rank is sent. `environment` holds what the user may overrule, such as the interface for Gloo, which
     would otherwise bind to whatever address the hostname resolves to."""
     return Task(
@@ -86,7 +94,8 @@ def make_task(payload: bytes, threads: int, folder: Path, *, temporary: bool, en
         log_dir=str(folder),
         launcher=watch.identify(os.getpid()),
         leftovers=(get_temp_dir(), str(folder)) if temporary else (get_temp_dir(),),
-        terminal=Terminal(),
+        terminal=Terminal(numbers=(0, 1, 2) if is_script else (1, 2)),
+        is_script=is_script,
     )
 
 
@@ -104,7 +113,7 @@ def run_task(task: Task, share: Share, director: Director, signals: list[int], m
             raise error
         finally:
             error = None  # or this frame and the error would keep each other, and all that is open, alive
-    return [take_result(Path(task.log_dir), rank) for rank in share.ranks]
+    return [take_result(Path(task.log_dir), rank, may_be_missing=task.is_script) for rank in share.ranks]
 
 
 def restart_line(error: SynclineError, number: int, max_restarts: int) -> str:
@@ -199,12 +208,20 @@ class HostRanks:
         """To the end of the run: whether all ranks of all hosts succeeded."""
         patience = Patience(self._log_dir)
         while True:
-            codes = dict(zip(self._share.ranks, [process.look() for process in self._processes], strict=True))
+            codes = self._exit_codes()
             if self._director.must_stop() or patience.is_over(codes):
                 return False
             if not any(code != 0 for code in codes.values()) and self._director.all_finished():
                 return True
             self._wait_for_news()
+
+    def _exit_codes(self) -> dict[int, int | None]:
+        """By rank, None for those that live."""
+        codes = dict(zip(self._share.ranks, [process.look() for process in self._processes], strict=True))
+        if self._task.is_script:
+            for rank in (rank for rank, code in codes.items() if code == 0):
+                accept_exit(self._log_dir, rank)
+        return codes
 
     def _wait_for_news(self) -> None:
         living = [rank.process.sentinel for rank in self._processes if rank.exit_code is None]
@@ -231,6 +248,7 @@ class HostRanks:
                 process.process.close()
 
     def _judge(self) -> SynclineError:
+        self._exit_codes()
         endings = [Ending(rank.exit_code, rank.last_alive, rank.asked, rank.forced) for rank in self._processes]
         keeps_logs = self._task.log_dir not in self._task.leftovers
         return judge(self._log_dir, endings, keeps_logs=keeps_logs, first_rank=self._share.ranks.start)
