@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from syncline.jobs import compare, explain, probe, resume, train, verify
     from syncline.launcher.here import launch
     from syncline.launcher.places import EmulatedHosts, Here, Nodes
+    from syncline.metrics import gather, mean, sum
     from syncline.plan import Plan, load_plan
     from syncline.recording import record
+    from syncline.saving import load, save
+    from syncline.sharded_loader import Loader, loader
     from syncline.spans import EventLog
     from syncline.store import Run, load_run
     from syncline.studies import run_lab, scale, write_report
@@ -29,14 +32,17 @@ _HOME = {
     "EventLog": "spans", "Plan": "plan", "Run": "store", "SynclineError": "errors",
     "ShardedBatchSampler": "workload.sharding", "Sharding": "workload.sharding",
     "compare": "jobs", "explain": "jobs", "probe": "jobs", "resume": "jobs", "train": "jobs", "verify": "jobs",
+    "Loader": "sharded_loader", "loader": "sharded_loader", "load": "saving", "save": "saving",
+    "gather": "metrics", "mean": "metrics", "sum": "metrics",
     "launch": "launcher.here", "load_plan": "plan", "load_run": "store", "record": "recording",
     "run_lab": "studies", "scale": "studies", "write_report": "studies",
 }  # fmt: skip
 
 __all__ = [
-    "DataParallel", "EmulatedHosts", "EventLog", "Here", "Nodes", "Plan", "Run", "ShardedBatchSampler", "Sharding",
-    "SynclineError", "__version__", "compare", "convert_sync_batch_norm", "explain", "launch", "load_plan",
-    "load_run", "probe", "record", "resume", "run_lab", "scale", "train", "verify", "write_report",
+    "DataParallel", "EmulatedHosts", "EventLog", "Here", "Loader", "Nodes", "Plan", "Run", "ShardedBatchSampler",
+    "Sharding", "SynclineError", "__version__", "compare", "convert_sync_batch_norm", "explain", "gather", "launch",
+    "load", "load_plan", "load_run", "loader", "mean", "probe", "record", "resume", "run_lab", "save", "scale", "sum",
+    "train", "verify", "write_report",
 ]  # fmt: skip
 
 

@@ -47,6 +47,13 @@ def double(number: int) -> int:
 
 doubled: list[int] = syncline.launch(double, 21, workers=2)
 model = syncline.DataParallel(torch.nn.Linear(2, 2), bucket_cap_mb=1.0)
+loader: syncline.Loader = syncline.loader(torch.utils.data.TensorDataset(torch.zeros(4)), global_batch=2, last="drop")
+loss: torch.Tensor = syncline.mean(torch.zeros(()))
+share: float = syncline.mean(0.5, weight=3)
+count: int = syncline.sum(len(loader))
+everyone: list[torch.Tensor] = syncline.gather(loss)
+syncline.save("last.pt", model, loader=loader, epoch=1)
+rest: dict[str, object] = syncline.load("last.pt", model, loader=loader)
 '''
 
 

@@ -23,6 +23,13 @@ from syncline.errors import UsageError
 Indices = npt.NDArray[np.int64]
 
 
+def part_of(batch_size: int, rank: int, world_size: int) -> slice:
+    """Where a rank's samples are in a batch. Parts differ by at most one; the larger ones come first."""
+    size, extra = divmod(batch_size, world_size)
+    start = rank * size + min(rank, extra)
+    return slice(start, start + size + (rank < extra))
+
+
 @dataclass(frozen=True)
 class Shard:
     """One rank's part of one global batch."""
@@ -83,14 +90,12 @@ class Sharding:
 
     def shard_sizes(self, step: int) -> list[int]:
         """Samples per rank; they differ by at most one, and the first ranks take the larger shards."""
-        size, extra = divmod(self.batch_size(step), self.world_size)
-        return [size + (rank < extra) for rank in range(self.world_size)]
+        parts = [part_of(self.batch_size(step), rank, self.world_size) for rank in range(self.world_size)]
+        return [part.stop - part.start for part in parts]
 
     def shard(self, epoch: int, step: int) -> Indices:
         """This rank's part of the batch; empty where a small last batch does not reach this rank."""
-        sizes = self.shard_sizes(step)
-        start = sum(sizes[: self.rank])
-        return self.batch(epoch, step)[start : start + sizes[self.rank]]
+        return self.batch(epoch, step)[part_of(self.batch_size(step), self.rank, self.world_size)]
 
     def weight(self, step: int) -> float:
         """Factor for this rank's mean loss at a step, the same in every epoch; see the top of this file."""
@@ -117,7 +122,8 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Indices:
 
 
 class ShardedBatchSampler:
-    """For a user's own loop: `DataLoader(dataset, batch_sampler=ShardedBatchSampler(sharding))`.
+    """For loops that weigh the loss themselves: `DataLoader(dataset, batch_sampler=ShardedBatchSampler(sharding))`.
+    `syncline.loader` does all this by itself.
 
     Each pass over the loader is the next epoch; set `epoch` to continue a stopped run. Scale the loss of the
     k-th batch by `sharding.weight(k)`. The last batch can be smaller than the world: ranks that it does not
