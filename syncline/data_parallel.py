@@ -12,16 +12,19 @@ one.
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.nn.parameter import UninitializedParameter
 
 from syncline.comm import Communicator, instrumented
 from syncline.comm.mpi_backend import connect_mpi
@@ -36,7 +39,7 @@ from syncline.plan import parse_plan
 from syncline.resolve import choose_method
 from syncline.spans import EventLog
 from syncline.sync import make_sync
-from syncline.sync.base import broadcast_state
+from syncline.sync.base import broadcast_state, in_backward, share_buffers, when_garbage
 from syncline.sync.batch_norm import Statistics, SyncBatchNorm, attach, refuse_shared_channel, synchronise_batch_norm
 from syncline.sync.ddp import DDP
 from syncline.sync.flat import FlatSync
@@ -101,11 +104,33 @@ class DataParallel(nn.Module):
         }  # fmt: skip
         if device_ids is not None and len(device_ids) > 1:
             raise PlanError("DataParallel uses one device per process.", action="Start one process per device.")
+        _check_parameters(module)
+        self.module = module
         self.log = log or EventLog(keep=False)
-        self.communicator = instrumented(_connect(process_group, deadline_s), self.log, deadline_s=deadline_s)
-        self.method, self.reason = _choose(method, module, self.communicator)
+        # The first is what older versions of torch call the second.
+        buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self._settings = _Settings(method, options, batch_norm, buffers, deadline_s)
+        self._process_group = process_group
+        self._forget_ranks()
+        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
+        self._attach()
+
+    def _forget_ranks(self) -> None:
+        # In a list, or it would be registered as a second submodule. Empty in a copy that has not met the others yet.
+        self._attached: list[nn.Module] = []
+        self._ends_backward = False
+        self._accumulates = False
+        self._uneven: _UnevenInputs | None = None
+
+    def _attach(self) -> None:
+        """Meet the other ranks. Collective."""
+        wanted, made_group = self._settings, not dist.is_initialized()
+        backend = _connect(self._process_group, wanted.deadline_s)
+        self.communicator = instrumented(backend, self.log, deadline_s=wanted.deadline_s)
+        self.method, self.reason = _choose(wanted.method, self.module, self.communicator)
         # Refuses options that the method does not have; what auto accepts suits whatever it chose.
-        chosen = parse_plan({"method": method, "options": options}).options_for(self.method)
+        chosen = parse_plan({"method": wanted.method, "options": wanted.options}).options_for(self.method)
         row = METHODS[self.method]
         if row.world == "threads":
             raise PlanError(
@@ -113,24 +138,16 @@ class DataParallel(nn.Module):
                 action=f"Choose another method; for replicas on threads use `syncline train --method {row.name}`.",
             )
         self.log.method = self.method
-        self.module = module
-        self.sync = make_sync(self.method, self.communicator, log=self.log, batch_norm=batch_norm, **chosen)
-        synchronised = batch_norm if batch_norm == "sync" else None
-        # In a list, or it would be registered as a second submodule.
-        self._attached = [attach(self.sync, module, synchronised)]
-        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
-        # The first is what older versions of torch call the second.
-        self._broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        if batch_norm is not None:
-            self._broadcast_buffers = batch_norm == "broadcast" and not row.broadcasts_buffers
-        self._ends_backward = False
-        self._accumulates = False
-        self._uneven: _UnevenInputs | None = None
-        if not isinstance(self.sync, DDP):
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(lambda _: self._at_end_of_backward())
+        policy = wanted.batch_norm
+        self.sync = make_sync(self.method, self.communicator, log=self.log, batch_norm=policy, **chosen)
+        self._attached = [attach(self.sync, self.module, "sync" if policy == "sync" else None)]
+        shares = wanted.broadcast_buffers if policy is None else policy == "broadcast"
+        self.sync.shares_buffers = shares and not row.broadcasts_buffers
+        # Weakly, or the two would hold each other until the garbage collector looks.
+        this = weakref.ref(self)
+        self.sync.on_gradient = lambda: None if (wrapper := this()) is None else wrapper._at_end_of_backward()
+        if not made_group:  # a group that was made here serves other wrappers too
+            when_garbage(self, self.communicator.close)
 
     @property
     def rank(self) -> int:
@@ -141,18 +158,21 @@ class DataParallel(nn.Module):
         return self.communicator.world_size
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() == -1:
+        if not self._attached:
+            if not torch.is_grad_enabled():
+                return self.module(*args, **kwargs)
+            self._attach()
+        if not in_backward():
             self._ends_backward = False  # a backward that raised did not come to its end
         if self._uneven is not None and torch.is_grad_enabled() and not self._accumulates:
             self._uneven.announce(active=True)
-        if self._broadcast_buffers and self.training and torch.is_grad_enabled():
-            self._share_buffers()
         outputs = self._attached[0](*args, **kwargs)
-        if isinstance(self.sync, DDP) or not torch.is_grad_enabled():
-            return outputs
-        # The outermost backward passes here first. Hooks of parameters may run in a backward inside that one
-        # (reentrant checkpointing), whose end is not the end.
-        return tree_map(self._tied, outputs)
+        if self.sync.expects and torch.is_grad_enabled() and not self._accumulates:
+            # The outermost backward passes here first. Hooks of parameters may run in a backward inside that one
+            # (reentrant checkpointing), whose end is not the end.
+            for output in tensors_in(outputs):
+                output.register_hook(lambda _: self._at_output())
+        return outputs
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -190,6 +210,7 @@ class DataParallel(nn.Module):
             self._uneven.shadow()
         finally:
             self._uneven = None
+            self.sync.buffers_root = 0
 
     def describe(self) -> str:
         """What averages the gradients, why, and in which buckets."""
@@ -203,26 +224,76 @@ class DataParallel(nn.Module):
         self.sync.detach()
         self.communicator.close()
 
-    def _tied(self, output: Any) -> Any:
-        # A hook leaves the output as it is: users may change it in place.
-        if isinstance(output, Tensor) and output.grad_fn is not None:
-            output.register_hook(lambda _: self._at_end_of_backward())
-        return output
+    def _at_output(self) -> None:
+        self.sync.expect_again()
+        self._at_end_of_backward()
 
     def _at_end_of_backward(self) -> None:
-        if not self._ends_backward:
+        if not self._ends_backward and self.sync.expects:
             self._ends_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._ends_backward = False
-        self.sync.finish()
+        self.sync.backward_ended()
 
-    def _share_buffers(self) -> None:
-        root = self._uneven.root if self._uneven is not None else 0
-        with self.communicator.scope("buffers"):
-            for name, buffer in self.module.named_buffers():
-                self.communicator.broadcast(buffer, root=root, label=name)
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy needs to meet the other ranks by itself, at its first forward. Copying talks to nobody."""
+        left_here = ("communicator", "sync", "log", "_attached", "_process_group", "_uneven")
+        return {key: value for key, value in self.__dict__.items() if key not in left_here}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.log = EventLog(keep=False)
+        self._process_group = None
+        self._forget_ranks()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        made: DataParallel = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        made._process_group = self._process_group
+        return made
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a user asked for: enough to attach a copy."""
+
+    method: str
+    options: dict[str, Any]
+    batch_norm: BatchNorm | None
+    broadcast_buffers: bool
+    deadline_s: float
+
+
+def _check_parameters(module: nn.Module) -> None:
+    parameters = list(module.parameters())
+    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
+        raise PlanError("the module has parameters without a shape.", action="Run one forward before you wrap it.")
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise PlanError(
+            "the module has no parameter that requires a gradient, so there is nothing to average.",
+            action="Call the module itself.",
+        )
+
+
+def tensors_in(outputs: Any) -> Iterator[Tensor]:
+    """What a backward may start from in a forward's outputs: tensors in containers, dataclasses and plain objects."""
+    if isinstance(outputs, Tensor):
+        if outputs.grad_fn is not None:
+            yield outputs
+        return
+    if isinstance(outputs, Mapping):
+        inside: Iterable[Any] = outputs.values()
+    elif isinstance(outputs, list | tuple | set):
+        inside = outputs
+    else:
+        is_plain = not isinstance(outputs, nn.Module | type) and hasattr(outputs, "__dict__")
+        inside = vars(outputs).values() if is_plain else ()
+        inside = [part for part in inside if isinstance(part, Tensor | Mapping | list | tuple)]
+    for part in inside:
+        yield from tensors_in(part)
 
 
 def convert_sync_batch_norm(
@@ -265,13 +336,14 @@ class _UnevenInputs:
             flags = comm.all_gather(torch.tensor([int(active)], device=comm.device), label="still active")
         ranks = [rank for rank, flag in enumerate(flags) if flag.item()]
         self.last_active = ranks or self.last_active
+        self.wrapper.sync.buffers_root = self.root
         return bool(ranks)
 
     def shadow(self) -> None:
         """Join in with zeros until all ranks are done, then adopt the state of the last to finish."""
         while self.announce(active=False):
-            if self.wrapper._broadcast_buffers and self.wrapper.training:
-                self.wrapper._share_buffers()
+            if self.wrapper.sync.shares_buffers and self.wrapper.training:
+                share_buffers(self.wrapper.communicator, self.wrapper.module, root=self.root)
             self.wrapper.sync.finish_without_gradients()
         broadcast_state(self.wrapper.communicator, self.wrapper.module, root=self.root)
 

@@ -78,18 +78,21 @@ _ROWS = (
         name="gather-scatter",
         about="rank 0 gathers each gradient, averages it and scatters the mean back",
         made_by="syncline.sync.after_backward:GatherScatter",
+        options=("unused",),
         compared=True,
     ),
     Method(
         name="point-to-point",
         about="the same exchange with rank 0, as concurrent sends and receives",
         made_by="syncline.sync.after_backward:PointToPoint",
+        options=("unused",),
         compared=True,
     ),
     Method(
         name="all-reduce",
         about="all-reduces each gradient by itself, after backward",
         made_by="syncline.sync.after_backward:AllReduce",
+        options=("unused",),
         compared=True,
     ),
     Method(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -214,9 +215,12 @@ def test_conversion_keeps_parameters_buffers_sharing_and_mode() -> None:
     assert model.first is model.second
     assert [layer.label for layer in (model.first, model.deeper[1])] == ["first", "deeper.1"]
     assert (model.first.training, model.deeper[1].training) == (True, False)
-    copied = copy.deepcopy(model)
-    assert copied.first.statistics is model.first.statistics
-    assert copied.first.weight is not model.first.weight
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(twin.first) is nn.BatchNorm1d
+        assert twin.first is twin.second
+        assert twin.first.weight is not model.first.weight
+        assert not {"statistics", "label", "kind"} & vars(twin.first).keys()
+        twin.first(torch.ones(4, CHANNELS))
 
 
 class Own(nn.BatchNorm1d):

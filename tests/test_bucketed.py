@@ -351,3 +351,15 @@ def test_16_bit_transfers_are_certified_as_lossy_and_bounded(
 def test_coarser_rounding_than_declared_is_not_certified() -> None:
     certificate = certify_16_bits(RoundsTo8Bits, torch.bfloat16, "direct", 2)
     assert not certificate.passed
+
+
+def test_smallest_bucket_size_makes_no_more_buckets_than_can_be_sent_in_time() -> None:
+    def live(comm: Communicator, _: EventLog) -> int:
+        sync = Bucketed(comm, bucket_cap_mb=1e-6)
+        module = sync.attach(nn.Linear(1000, 300))
+        module(torch.ones(1, 1000)).sum().backward()
+        sync.finish()
+        return len(sync.layout.buckets)
+
+    for count in on_threads(2, live):
+        assert 1000 < count < 2100

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from gradient_cases import FLAT, TINY, mean_one_after_the_other
-from helpers import assert_same, caught, expected_mean, gradients, integer_loss, integer_model, on_threads
+from helpers import ON_THREADS, assert_same, caught, expected_mean, gradients, integer_loss, integer_model, on_threads
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from syncline.comm import Communicator
-from syncline.errors import CommunicationError, ContractError, SynclineError
+from syncline.errors import CommunicationError, ContractError
 from syncline.spans import EventLog
 from syncline.sync import make_sync
 
@@ -117,21 +117,59 @@ def test_unused_counts_as_zero_where_asked_for(method: str) -> None:
         assert [one.tolist() for one in found if one is not None] == [[4.0] * 3] * 3  # 4 outputs x 3 / 3 ranks
 
 
+@pytest.mark.parametrize("method", ON_THREADS)
+def test_parameters_frozen_and_unfrozen_between_steps_are_averaged_as_they_are(method: str) -> None:
+    """Freeze and unfreeze, also at once and back again; the frozen one keeps no gradient."""
+
+    def live(comm: Communicator, _: EventLog) -> list[dict[str, Tensor]]:
+        model = integer_model("frozen")
+        sync = make_sync(method, comm)
+        module = sync.attach(model)
+        found = []
+        for frozen, trained in [((), ()), (("3.bias",), ()), ((), ("1.weight",)), (("1.weight",), ("3.bias",))]:
+            model.zero_grad()
+            for name in (*frozen, *trained):
+                model.get_parameter(name).requires_grad_(name in trained)
+            for _ in range(2):
+                model.zero_grad()
+                integer_loss(module, comm.rank).backward()
+                sync.finish()
+            found.append(gradients(model))
+        return found
+
+    def alone(frozen: set[str]) -> dict[str, Tensor]:
+        model = integer_model("frozen")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        sum(integer_loss(model, rank) / 3 for rank in range(3)).backward()  # type: ignore[union-attr]
+        return gradients(model)
+
+    for found in on_threads(3, live):
+        first = {"1.weight", "1.bias"}
+        frozen_by_step = (first, {*first, "3.bias"}, {"1.bias", "3.bias"}, first)
+        for step, frozen in zip(found, frozen_by_step, strict=True):
+            torch.testing.assert_close(step, alone(frozen))
+            assert frozen.isdisjoint(step)
+
+
 @pytest.mark.parametrize("method", FLAT)
 @pytest.mark.parametrize(("change", "name"), [("freeze", "3.bias"), ("unfreeze", "1.weight")])
-def test_requires_grad_changed_after_attach_is_an_error_that_names_the_parameter(
+def test_parameter_frozen_on_some_ranks_only_is_an_error_on_all_that_names_it_and_them(
     method: str, change: str, name: str
 ) -> None:
     def live(comm: Communicator, _: EventLog) -> str:
         model = integer_model("frozen")
         sync = make_sync(method, comm)
         module = sync.attach(model)
-        model.get_parameter(name).requires_grad_(change == "unfreeze")
-        with pytest.raises(SynclineError) as error:
-            integer_loss(module, comm.rank)
+        if comm.rank == 1:
+            model.get_parameter(name).requires_grad_(change == "unfreeze")
+        with pytest.raises(ContractError) as error:  # noqa: PT012
+            integer_loss(module, comm.rank).backward()
+            sync.finish()
         return error.value.message
 
-    assert on_threads(2, live) == [f"requires_grad of {name} was changed after attach."] * 2
+    frozen = "1" if change == "freeze" else "0"
+    assert on_threads(2, live) == [f"parameter {name} is frozen on some ranks ({frozen}), but not on all."] * 2
 
 
 @pytest.mark.parametrize("how", ["times zero", "no backward", "backward elsewhere"])

@@ -86,6 +86,7 @@ class TorchCommunicator(Communicator):
 
     def close(self) -> None:
         if self._owned and dist.is_initialized():
+            self._owned = False
             dist.destroy_process_group(self.group)
 
 

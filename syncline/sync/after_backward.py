@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import ContractError
-from syncline.sync.base import GradientSync, broadcast_state
+from syncline.methods import Unused
+from syncline.sync.base import Announced, GradientSync, broadcast_state, in_backward, in_one_piece
+from syncline.sync.sparse import average_sparse
 
 
 class AfterBackward(GradientSync):
     """A subclass says how one gradient is averaged. Hooks only note the moment at which each became ready."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, *, unused: Unused = "error") -> None:
         super().__init__(communicator)
+        self._unused = unused
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._ready_ns: dict[str, int] = {}
+        self._put_off: list[str] = []
+        """Parameters without a gradient at the end of the last backward, for which the average was put off."""
 
     @abstractmethod
     def average(self, name: str, gradient: Tensor, ready_ns: int) -> None:
@@ -31,39 +36,87 @@ class AfterBackward(GradientSync):
 
     def attach(self, model: nn.Module) -> nn.Module:
         broadcast_state(self.communicator, model)
-        self._parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._hooks = [p.register_post_accumulate_grad_hook(self._mark(name)) for name, p in self._parameters]
-        return model
+        self._model, self._named = model, list(model.named_parameters())
+        self._follow()
+        return Announced(model, self)
+
+    def forward_begins(self) -> None:
+        if in_backward():
+            return
+        self._ready_ns.clear()  # of a backward that raised
+        if self._put_off:
+            self._raise_missing(self._put_off)
+        if [parameter.requires_grad for _, parameter in self._named] != self._trained:
+            self._follow()
 
     def finish(self) -> None:
-        if self._paused or not self._ready_ns:
+        if not self._expects or not self._ready_ns:
             return
         with self.communicator.scope("gradients"):
+            if self._unused == "zero":
+                self._fill_in()
+            elif missing := self._missing():
+                self._raise_missing(missing)
             for name, parameter in self._parameters:
-                if parameter.grad is None:
-                    raise ContractError(
-                        f"parameter {name} has no gradient: this rank's loss does not depend on it.",
-                        action="Freeze it (requires_grad = False) or use it in every forward.",
-                        rank=self.communicator.rank,
-                    )
-                self.average(name, parameter.grad, self._ready_ns.get(name, time.monotonic_ns()))
+                if parameter.grad is not None:
+                    self._average(name, parameter.grad, self._ready_ns.get(name, time.monotonic_ns()))
         self._ready_ns.clear()
+        self._expects = False
+
+    def backward_ended(self) -> None:
+        """Puts the average off if gradients are missing: another output may be backpropagated next."""
+        self._put_off = self._missing() if self._unused == "error" and self._ready_ns else []
+        if not self._put_off:
+            self.finish()
 
     def finish_without_gradients(self) -> None:
         for name, parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
             self._ready_ns[name] = time.monotonic_ns()
+        self._expects = True
         self.finish()
 
     def detach(self) -> None:
         super().detach()
         self._ready_ns.clear()
 
-    def _mark(self, name: str) -> Callable[[Tensor], None]:
-        def mark(_: Tensor) -> None:
-            self._ready_ns[name] = time.monotonic_ns()
+    def _follow(self) -> None:
+        """Parameters may be frozen and unfrozen between steps."""
+        self._trained = [parameter.requires_grad for _, parameter in self._named]
+        self._parameters = [(name, parameter) for name, parameter in self._named if parameter.requires_grad]
+        self._watch([parameter for _, parameter in self._parameters], type(self)._mark)
 
-        return mark
+    def _mark(self, number: int, _: Tensor) -> None:
+        self._ready_ns[self._parameters[number][0]] = time.monotonic_ns()
+
+    def _missing(self) -> list[str]:
+        return [name for name, parameter in self._parameters if parameter.grad is None]
+
+    def _raise_missing(self, names: list[str]) -> None:
+        self._ready_ns.clear()
+        self._put_off = []
+        raise ContractError(
+            f"parameter {names[0]} has no gradient: this rank's loss does not depend on it.",
+            action='Freeze it (requires_grad = False), use it in every forward, or set unused="zero".',
+            rank=self.communicator.rank,
+        )
+
+    def _fill_in(self) -> None:
+        """Zeros where some other rank has a gradient. What no rank has a gradient for stays without."""
+        own = torch.tensor([parameter.grad is not None for _, parameter in self._parameters], dtype=torch.uint8)
+        by_rank = self.communicator.all_gather(own.to(self.communicator.device), label="unused parameters")
+        for (_, parameter), used in zip(self._parameters, torch.stack(by_rank).any(0).tolist(), strict=True):
+            if used and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _average(self, name: str, gradient: Tensor, ready_ns: int) -> None:
+        if gradient.is_sparse:
+            average_sparse(self.communicator, name, gradient)
+            return
+        dense = in_one_piece(gradient)
+        self.average(name, dense, ready_ns)
+        if dense is not gradient:
+            gradient.copy_(dense)
 
 
 class AllReduce(AfterBackward):

@@ -1,27 +1,34 @@
 """GradientSync: what a method is. One small object, one verb: `finish`.
 
 sync = AllReduce(communicator)
-model = sync.attach(model)          # same start on every rank; returns the module to call
-loss.backward()
+module = sync.attach(model)         # same start on every rank; returns the module to call
+module(inputs).sum().backward()     # a forward through it says: the backward to come is averaged
 sync.finish()                       # now every .grad is the mean over all ranks
 optimizer.step()
+
+Nothing is put on the model but hooks on its parameters, which hold the method weakly: a copy of the model carries
+nothing of ours, and a method that nobody holds any more takes its hooks, threads and channels with it.
 """
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import PlanError
 from syncline.spans import EventLog
 from syncline.sync.hooks import CommHook
+
+_expecting: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientSync]] = weakref.WeakKeyDictionary()
+"""Who averages the next backward of a model. Two methods on one model would divide its gradients twice."""
 
 
 class GradientSync(ABC):
@@ -37,9 +44,17 @@ class GradientSync(ABC):
         self.communicator = communicator
         self.log = EventLog(keep=False)
         """Where time spent on copying gradients is noted; make_sync puts the rank's own here."""
+        self.on_gradient: Callable[[], None] | None = None
+        """Called at each gradient of a backward that is averaged: how a caller learns that one is under way."""
+        self._model: nn.Module | None = None
         self._paused = False
+        self._expects = False
+        """A backward that is to be averaged is on its way, or under way. Hooks do nothing otherwise."""
+        self.shares_buffers = False
+        """Every rank gets the buffers of rank `buffers_root` before each forward in training that is averaged."""
+        self.buffers_root = 0
         self._hooks: list[RemovableHandle] = []
-        self._own_channels: list[Communicator] = []
+        self._channels: list[Communicator] = []
 
     @abstractmethod
     def attach(self, model: nn.Module) -> nn.Module:
@@ -50,18 +65,52 @@ class GradientSync(ABC):
         """Return when every .grad holds the mean over ranks. Idempotent until the next backward. Collective."""
 
     @property
+    def expects(self) -> bool:
+        """The next backward, or the one under way, is averaged."""
+        return self._expects
+
+    @property
     def buffer_bytes(self) -> int:
         """Memory that the method keeps from step to step for its transfers."""
         return 0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward accumulates locally and nothing is sent; the next finish outside sends the sum."""
+        """A forward inside is not averaged: its backward accumulates locally and nothing is sent. The next finish
+        outside sends the sum."""
         before, self._paused = self._paused, True
         try:
             yield
         finally:
             self._paused = before
+
+    def expect_backward(self) -> None:
+        """A forward begins: its backward is averaged, unless no_sync is on. Collective if buffers are shared."""
+        if self._paused or not torch.is_grad_enabled() or self._model is None:
+            return
+        other = _expecting.get(self._model)
+        if other is None or (rival := other()) is not self:
+            if other is not None and rival is not None:
+                rival._expects = False  # the last forward decides who averages
+            _expecting[self._model] = weakref.ref(self)
+        self._expects = True
+        self.forward_begins()
+        if self.shares_buffers and self._model.training:
+            share_buffers(self.communicator, self._model, root=self.buffers_root)
+
+    def expect_again(self) -> None:
+        """A backward has come to an output of a forward that was averaged before: this one is averaged too."""
+        if self._expects or self._model is None:
+            return
+        rival = _expecting[self._model]()
+        self._expects = rival is self or rival is None or not rival._expects
+
+    def forward_begins(self) -> None:  # noqa: B027  (most methods prepare nothing)
+        """A forward that is averaged begins."""
+
+    def backward_ended(self) -> None:
+        """By itself at the end of each backward that is averaged, where nobody calls `finish`. Collective."""
+        self.finish()
 
     def finish_without_gradients(self) -> None:
         """Take part in the others' finish with zeros: this rank has no batch left. Collective."""
@@ -73,30 +122,22 @@ class GradientSync(ABC):
 
     def detach(self) -> None:
         """Remove what attach put on the model."""
+        self._expects = False
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        for channel in self._own_channels:
+        for channel in self._channels:
             channel.close()
-        self._own_channels.clear()
+        self._channels.clear()
 
     def own_channel(self, name: str) -> Communicator:
         """The same ranks on channels beside the gradients', closed by detach. Collective."""
-        channel = self.communicator.split(name)
-        self._own_channels.append(channel)
+        return self._closed_at_end(self.communicator.split(name))
+
+    def _closed_at_end(self, channel: Communicator) -> Communicator:
+        self._channels.append(channel)
+        when_garbage(self, channel.close)
         return channel
-
-    def share_buffers(self, model: nn.Module) -> None:
-        """From now on, rank 0's buffers on every rank before each forward in training whose gradients are averaged.
-        After attach."""
-
-        def share(_module: nn.Module, _args: object) -> None:
-            if model.training and torch.is_grad_enabled() and not self._paused:
-                with self.communicator.scope("buffers"):
-                    for name, buffer in model.named_buffers():
-                        self.communicator.broadcast(buffer, label=name)
-
-        self._hooks.append(model.register_forward_pre_hook(share))
 
     def state(self) -> dict[str, Any]:
         """What decides the order of summation; part of a checkpoint."""
@@ -105,6 +146,48 @@ class GradientSync(ABC):
     def load_state(self, state: dict[str, Any]) -> None:
         """After attach: sum in the order of the run that `state` comes from."""
         assert not state, f"{type(self).__name__} keeps no state"
+
+    def _watch(self, parameters: list[nn.Parameter], on_ready: Callable[[Self, int, Tensor], None]) -> None:
+        """Call `on_ready(self, number, parameter)` for each gradient of a backward that is averaged.
+
+        The hooks hold this method weakly, and are removed when it is garbage."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        this = weakref.ref(self)
+
+        def hook_of(number: int) -> Callable[[Tensor], None]:
+            def ready(parameter: Tensor) -> None:
+                sync = this()
+                if sync is not None and sync._expects:
+                    if sync.on_gradient is not None:
+                        sync.on_gradient()
+                    on_ready(sync, number, parameter)
+
+            return ready
+
+        self._hooks += [p.register_post_accumulate_grad_hook(hook_of(n)) for n, p in enumerate(parameters)]
+        for hook in self._hooks:
+            when_garbage(self, hook.remove)
+
+
+def when_garbage(owner: object, release: Callable[[], object]) -> None:
+    """Call `release` when nobody holds the owner any more; not at the end of the process, which releases all."""
+    weakref.finalize(owner, release).atexit = False
+
+
+class Announced(nn.Module):
+    """The module to call: a forward through it tells the method that a backward will follow. A forward through the
+    model itself (a saliency map on one rank) does not, and is nobody else's business."""
+
+    def __init__(self, model: nn.Module, sync: GradientSync) -> None:
+        super().__init__()
+        self.module = model
+        self._sync = sync
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._sync.expect_backward()
+        return self.module(*args, **kwargs)
 
 
 class Single(GradientSync):
@@ -124,4 +207,33 @@ def broadcast_state(communicator: Communicator, model: nn.Module, *, root: int =
     """The root's parameters and buffers on every rank."""
     with communicator.scope("attach"):
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            communicator.broadcast(tensor.data, root=root, label=name)
+            values = tensor.data
+            dense = in_one_piece(values)
+            communicator.broadcast(dense, root=root, label=name)
+            if dense is not values:
+                values.copy_(dense)
+
+
+def share_buffers(communicator: Communicator, model: nn.Module, *, root: int = 0) -> None:
+    """The root's buffers on every rank: one message for each dtype and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in model.buffers():
+        groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    with torch.no_grad(), communicator.scope("buffers"):
+        for (dtype, _), buffers in groups.items():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            communicator.broadcast(flat, root=root, label=f"buffers of {str(dtype).removeprefix('torch.')}")
+            if communicator.rank != root:
+                for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                    buffer.copy_(values.view_as(buffer))
+
+
+def in_one_piece(tensor: Tensor) -> Tensor:
+    """The tensor itself if it can be sent as it lies in memory, otherwise a copy that can."""
+    channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor if channels_last or tensor.is_contiguous() else tensor.contiguous()
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward: a forward there is a recomputation."""
+    return torch._C._current_graph_task_id() != -1

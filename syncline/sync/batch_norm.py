@@ -18,6 +18,7 @@ and everybody adds it up in rank order, so all ranks hold the same bits, whateve
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +50,7 @@ def attach(sync: GradientSync, model: nn.Module, policy: BatchNorm | None) -> nn
             raise PlanError("cannot synchronise a model that is itself a batch norm.")
     module = sync.attach(model)
     if policy == "broadcast" and not isinstance(sync, DDP):  # which does so by itself
-        sync.share_buffers(model)
+        sync.shares_buffers = True
     return module
 
 
@@ -71,10 +72,6 @@ class Statistics:
         self.channel = channel
         self.counted = True
 
-    def __deepcopy__(self, memo: object) -> Statistics:
-        """Copies of a model, for averages of its weights and such, talk on the same channel."""
-        return self
-
     def gather(self, own: Tensor, what: str) -> Tensor:
         """Every rank's vector, by rank. Collective."""
         own = own.to(self.channel.device)
@@ -88,6 +85,8 @@ class SyncBatchNorm(_BatchNorm):
 
     statistics: Statistics
     label: str
+    kind: type[_BatchNorm]
+    """Of the layer that this one replaces, and that a copy becomes again."""
 
     @classmethod
     def over(cls, layer: _BatchNorm, statistics: Statistics, label: str) -> SyncBatchNorm:
@@ -97,7 +96,15 @@ class SyncBatchNorm(_BatchNorm):
             setattr(made, name, getattr(layer, name))
         made._parameters, made._buffers = dict(layer._parameters), dict(layer._buffers)
         made.statistics, made.label = statistics, label
+        made.kind = layer.kind if isinstance(layer, SyncBatchNorm) else type(layer)
         return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy, in memory or in a file, is the plain layer: it talks to nobody, and needs no Syncline."""
+        state = {key: value for key, value in vars(self).items() if key not in ("statistics", "label", "kind")}
+        if self.kind is nn.SyncBatchNorm:
+            state["process_group"] = None
+        return copyreg._reconstructor, (self.kind, object, None), state  # type: ignore[attr-defined]
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:

@@ -26,6 +26,7 @@ from syncline.collectives.patterns import make_schedule
 from syncline.comm.communicator import Communicator, Operation, Work
 from syncline.errors import PlanError
 from syncline.methods import Collective, TransferDtype, Unused
+from syncline.sync.base import when_garbage
 from syncline.sync.flat import FlatSync
 from syncline.sync.hooks import CommHook, HookBucket, apply_hook
 from syncline.sync.layout import Bucket, Group, Layout
@@ -57,10 +58,11 @@ class Bucketed(FlatSync):
         self._rebuilt = False
         wire = WIRE_DTYPES[transfer_dtype] if transfer_dtype else None
         self._sender = _Sender(self.open_channels(groups), collective, wire)
+        when_garbage(self, self._sender.stop)
 
     def open_channels(self, groups: int) -> list[Communicator]:
         """What buckets travel on, in turn. Collective."""
-        return [self.communicator.split(f"buckets {number}") for number in range(groups)]
+        return [self.own_channel(f"buckets {number}") for number in range(groups)]
 
     @property
     def scale_early(self) -> float | None:
@@ -86,7 +88,7 @@ class Bucketed(FlatSync):
                 start_ns = time.monotonic_ns()
                 self._range(bucket).div_(self.communicator.world_size)
                 self.log.pack("all gradients", start_ns)
-        if not self._rebuilt:
+        if not self._rebuilt and self._parameters:
             self._rebuild(list(self._ready))
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
@@ -99,8 +101,8 @@ class Bucketed(FlatSync):
         return super().buffer_bytes + self._sender.scratch_bytes
 
     def detach(self) -> None:
-        super().detach()
         self._sender.stop()
+        super().detach()
 
     def state(self) -> dict[str, Any]:
         return {"order": self._order} if self._rebuilt else {}
@@ -108,6 +110,10 @@ class Bucketed(FlatSync):
     def load_state(self, state: dict[str, Any]) -> None:
         if "order" in state and self.communicator.world_size > 1:
             self._lay_out_anew(state["order"])
+
+    def _take_parameters(self) -> None:
+        self._rebuilt = False
+        super()._take_parameters()
 
     def _send(self, number: int) -> None:
         bucket = self.layout.buckets[number]
@@ -218,10 +224,9 @@ class _Sender:
     def stop(self) -> None:
         if self._thread is not None:
             self._tasks.put(None)
-            self._thread.join()
+            if self._thread is not threading.current_thread():  # garbage may be found in any thread
+                self._thread.join()
             self._thread = None
-        for channel in self._channels:
-            channel.close()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -229,6 +234,7 @@ class _Sender:
                 self._started.put(self._start(task))
             except BaseException as error:
                 self._started.put(error)
+            del task  # or the method, which a task may hold, would not be garbage before the next task
 
     def _start(self, task: _Task) -> Work:
         if task.event is not None:

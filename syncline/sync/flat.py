@@ -7,15 +7,15 @@ which is copied into its place as soon as it is ready: the only copy.
 Ranks must learn, without a message of its own, that some rank has no gradient for a parameter (see layout.py). Its
 place is filled with zeros and its flag with a 1; the flags are summed like gradients, so that a sum above 0 anywhere
 sends all ranks, and only then, into one more exchange that says which rank misses what. No sum makes a flag 0 again:
-flags are added, then divided at most.
+flags are added, then divided at most. The same exchange tells ranks that parameters were frozen or unfrozen since the
+last step: a rank where that happened sets a flag, all ranks compare, and lay their buffers out anew.
 """
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,14 @@ from torch import Tensor, nn
 from syncline.comm.communicator import Communicator
 from syncline.errors import ContractError, SynclineError
 from syncline.methods import Unused
-from syncline.sync.base import GradientSync, broadcast_state
+from syncline.sync.base import Announced, GradientSync, broadcast_state, in_backward
 from syncline.sync.layout import MB, Group, Layout, Size, plan_layout
+from syncline.sync.sparse import average_sparse, no_rows, sparse_weights
 
 FIRST_BUCKET_MB = 1.0
-USED, UNUSED, IDLE = 0, 1, 2
+MOST_BUCKETS = 2048
+"""A cap that would make more is raised: each bucket costs a message, and thousands cost seconds."""
+USED, UNUSED, IDLE, FROZEN = 0, 1, 2, 3
 """What a rank says of a parameter; a rank without a batch says neither used nor unused."""
 
 
@@ -42,16 +45,15 @@ class FlatSync(GradientSync):
         unused: Unused = "error",
     ) -> None:
         super().__init__(communicator)
-        self._caps = {
-            "cap_bytes": max(1, round(bucket_cap_mb * MB)),
-            "first_cap_bytes": round(min(FIRST_BUCKET_MB, bucket_cap_mb) * MB),
-        }
+        self._bucket_cap_mb = bucket_cap_mb
         self._unused = unused
+        self._named: list[tuple[str, nn.Parameter]] = []
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
-        self._under_way = False
-        """A forward or a gradient was seen since the last finish: until then finish has nothing to do."""
+        """Those that are trained now, and whose gradients lie in the buffers."""
         self._idle = False
+        self._frozen_anew = False
+        """requires_grad of some parameter has changed since the buffers were laid out."""
         self._pack_start_ns = self._pack_end_ns = self._pack_busy_ns = 0
         self.layout = Layout((), (), {})
         self._buffers: dict[Group, Tensor] = {}
@@ -83,22 +85,31 @@ class FlatSync(GradientSync):
 
     def attach(self, model: nn.Module) -> nn.Module:
         broadcast_state(self.communicator, model)
-        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._names = [name for name, _ in trained]
-        self._parameters = [parameter for _, parameter in trained]
+        self._named = list(model.named_parameters())
         if self.communicator.world_size == 1:
             return model  # the gradients are the mean already
-        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
-        self._lay_out(list(reversed(range(len(trained)))))
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._on_ready(number))
-            for number, parameter in enumerate(self._parameters)
-        ]
-        self._hooks.append(model.register_forward_pre_hook(self._on_forward))
-        return model
+        self._model = model
+        self._with_sparse_gradients = sparse_weights(model)
+        self._take_parameters()
+        return Announced(model, self)
+
+    def forward_begins(self) -> None:
+        if in_backward():
+            return
+        if self._ready:
+            self._after_a_backward_that_raised()
+        now = self._kinds()
+        if now != self._taken:
+            trained_differently = [kind for kind, _ in now] != [kind for kind, _ in self._taken]
+            if not trained_differently or not self.layout.slots:
+                self._take_parameters()  # another dtype, or nothing was trained: there is no flag to say it with
+            elif not self._frozen_anew:
+                self._frozen_anew = True
+                slot = self.layout.slots[0]
+                self._buffers[slot.group][slot.flag] = 1
 
     def finish(self) -> None:
-        if self._paused or not self._under_way:
+        if not self._expects:
             return
         for number, parameter in enumerate(self._parameters):
             if number not in self._ready:
@@ -106,13 +117,15 @@ class FlatSync(GradientSync):
         self._announce()
         self._note_pack()
         self.complete()
+        self._average_sparse()
         self._settle_unused()
         self._begin_step()
+        self._expects = False
 
     def finish_without_gradients(self) -> None:
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
-        self._under_way = self._idle = True
+        self._expects = self._idle = True
         try:
             self.finish()
         finally:
@@ -142,11 +155,28 @@ class FlatSync(GradientSync):
             lines.append(f"bucket {position}: {size / MB:.2f} MB, {len(inside)} parameters, {ends}")
         return "\n".join(lines)
 
-    # How a step goes.
+    # What is in the buffers.
+
+    def _kinds(self) -> list[tuple[bool, torch.dtype]]:
+        return [(parameter.requires_grad, parameter.dtype) for _, parameter in self._named]
+
+    def _take_parameters(self) -> None:
+        """Buffers and hooks for what is trained now. Collective."""
+        self._taken, self._frozen_anew = self._kinds(), False
+        trained = [(name, parameter) for name, parameter in self._named if parameter.requires_grad]
+        dense = [pair for pair in trained if id(pair[1]) not in self._with_sparse_gradients]
+        self._sparse = [pair for pair in trained if id(pair[1]) in self._with_sparse_gradients]
+        self._names = [name for name, _ in dense]
+        self._parameters = [parameter for _, parameter in dense]
+        self._lay_out(list(reversed(range(len(dense)))))
+        self._watch([parameter for _, parameter in [*dense, *self._sparse]], type(self)._on_ready)
 
     def _lay_out(self, order: Sequence[int]) -> None:
         sizes = [Size(p.numel(), p.element_size(), (p.dtype, p.device)) for p in self._parameters]
-        self.layout = plan_layout(sizes, order, **self._caps)
+        total = sum(size.num_elements * size.element_size for size in sizes)
+        cap_bytes = max(1, round(self._bucket_cap_mb * MB), total // MOST_BUCKETS)
+        first_cap_bytes = min(round(FIRST_BUCKET_MB * MB), cap_bytes)
+        self.layout = plan_layout(sizes, order, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes)
         self._buffers = self.allocate(self.layout)
         # Where the flags begin in each buffer.
         self._num_gradients = {
@@ -167,50 +197,47 @@ class FlatSync(GradientSync):
             return flat.as_strided(parameter.shape, parameter.stride())
         return flat.view(parameter.shape)
 
+    # How a step goes.
+
     def _begin_step(self) -> None:
-        self._under_way = False
         # When each parameter became ready, in that order; for each bucket, how many it still waits for; and how many
         # buckets were handed on.
         self._ready: dict[int, int] = {}
         self._missing = [len(bucket.parameters) for bucket in self.layout.buckets]
         self._announced = 0
 
-    def _on_forward(self, _module: nn.Module, _args: Any) -> None:
-        if torch.is_grad_enabled():
-            self._under_way = True
-            self._check_frozen()
-
-    def _check_frozen(self) -> None:
-        changed = [n for n, p in zip(self._names, self._parameters, strict=True) if not p.requires_grad]
-        changed += [name for name, parameter in self._frozen if parameter.requires_grad]
-        if changed:
+    def _after_a_backward_that_raised(self) -> None:
+        if self._announced:
             raise SynclineError(
-                f"requires_grad of {changed[0]} was changed after attach.",
-                action="Freeze and unfreeze before attaching, or detach and attach again.",
+                "the last backward raised an error after buckets had been sent, so ranks are out of step.",
+                action="Wrap the model again on every rank.",
                 rank=self.communicator.rank,
             )
+        self._begin_step()
 
-    def _on_ready(self, number: int) -> Callable[[Tensor], None]:
-        def ready(parameter: Tensor) -> None:
-            if self._paused:
-                return
-            if number in self._ready:
-                raise ContractError(
-                    f"the gradient of {self._names[number]} became ready twice in one backward.",
-                    action="Use checkpointing with use_reentrant=False where a parameter is used in two segments.",
-                    rank=self.communicator.rank,
-                )
-            self._under_way = True
-            self._put_in_place(number, parameter)
-            self._announce()
-
-        return ready
+    def _on_ready(self, number: int, parameter: Tensor) -> None:
+        if number >= len(self._parameters) or parameter.grad is None:
+            return  # a sparse gradient, which is averaged after backward; or autograd left it undefined
+        if number in self._ready:
+            raise ContractError(
+                f"the gradient of {self._names[number]} became ready twice in one backward.",
+                action="Use checkpointing with use_reentrant=False where a parameter is used in two segments.",
+                rank=self.communicator.rank,
+            )
+        self._put_in_place(number, parameter)
+        self._announce()
 
     def _put_in_place(self, number: int, parameter: Tensor) -> None:
         """The gradient into its place in the buffer, and `.grad` onto that place."""
         view, gradient, factor = self._views[number], parameter.grad, self.scale_early
         assert gradient is not None
         start_ns = time.monotonic_ns()
+        if gradient.is_sparse:
+            raise ContractError(
+                f"the gradient of {self._names[number]} is sparse, and its module does not say so.",
+                action="Use nn.Embedding(..., sparse=True), or method all-reduce.",
+                rank=self.communicator.rank,
+            )
         with torch.no_grad():
             if gradient.data_ptr() != view.data_ptr():
                 torch.mul(gradient, factor, out=view) if factor is not None else view.copy_(gradient)
@@ -256,6 +283,14 @@ class FlatSync(GradientSync):
         self._buffers[slot.group][slot.flag] = 1
         self._note_ready(number, start_ns)
 
+    def _average_sparse(self) -> None:
+        for name, parameter in self._sparse:
+            has_gradient = parameter.grad is not None
+            gradient = parameter.grad if parameter.grad is not None else no_rows(parameter)
+            with self.communicator.scope(name):
+                average_sparse(self.communicator, name, gradient)
+            parameter.grad = gradient if has_gradient or gradient._nnz() else None
+
     def _settle_unused(self) -> None:
         """A flag that is set on any rank is set in the sum, so either all ranks leave here or all go on."""
         flags = [buffer[self._num_gradients[group] :] for group, buffer in self._buffers.items()]
@@ -263,25 +298,48 @@ class FlatSync(GradientSync):
             return
         for part in flags:
             part.zero_()  # nothing else writes a 0 there before the next step
-        marks = [IDLE if self._idle else int(parameter.grad is None) for parameter in self._parameters]
-        own = torch.tensor(marks, dtype=torch.uint8)
+        own = torch.tensor([self._mark(parameter) for _, parameter in self._named], dtype=torch.uint8)
         with self.communicator.scope("unused parameters"):
             by_rank = self.communicator.all_gather(own.to(self.communicator.device), label="unused parameters")
-        for number, answers in enumerate(torch.stack(by_rank).T.tolist()):
-            unused = [rank for rank, answer in enumerate(answers) if answer == UNUSED]
-            if not unused:
-                continue
-            if USED in answers:
-                self._settle_partly_unused(number, unused)
-            else:
-                self._parameters[number].grad = None  # nobody who has a batch uses it
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        for (name, parameter), marks in zip(self._named, torch.stack(by_rank).T.tolist(), strict=True):
+            self._settle(name, parameter, marks, numbers.get(id(parameter)))
+        if self._frozen_anew:
+            self._take_parameters()
 
-    def _settle_partly_unused(self, number: int, ranks: list[int]) -> None:
-        if self._unused == "zero":
-            self._parameters[number].grad = self._views[number]
+    def _mark(self, parameter: nn.Parameter) -> int:
+        if not parameter.requires_grad:
+            return FROZEN
+        return IDLE if self._idle else UNUSED if parameter.grad is None else USED
+
+    def _settle(self, name: str, parameter: nn.Parameter, marks: list[int], number: int | None) -> None:
+        """What all ranks say of a parameter, and its number if its gradient lies in the buffers."""
+        frozen = [rank for rank, mark in enumerate(marks) if mark == FROZEN]
+        if frozen and len(frozen) < len(marks):
+            raise ContractError(
+                f"parameter {name} is frozen on some ranks ({', '.join(map(str, frozen))}), but not on all.",
+                action="Set requires_grad to the same value on every rank.",
+                rank=self.communicator.rank,
+            )
+        if frozen or id(parameter) in self._with_sparse_gradients:
             return
-        raise ContractError(
-            f"parameter {self._names[number]} has a gradient on some ranks, but not on {', '.join(map(str, ranks))}.",
-            action='Use it on every rank, or set unused="zero" to count it as zero there.',
-            rank=self.communicator.rank,
-        )
+        unused = [rank for rank, mark in enumerate(marks) if mark == UNUSED]
+        if unused and USED in marks and self._unused == "error":
+            raise ContractError(
+                f"parameter {name} has a gradient on some ranks, but not on {', '.join(map(str, unused))}.",
+                action='Use it on every rank, or set unused="zero" to count it as zero there.',
+                rank=self.communicator.rank,
+            )
+        if USED not in marks and unused:
+            parameter.grad = None  # nobody who has a batch uses it
+        elif number is None:
+            self._average_at_once(name, parameter)
+        elif unused:
+            parameter.grad = self._views[number]
+
+    def _average_at_once(self, name: str, parameter: nn.Parameter) -> None:
+        """Of a parameter that was unfrozen since the last step: it is in the buffers from the next one on."""
+        mean = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        with self.communicator.scope(name), torch.no_grad():
+            self.communicator.all_reduce(mean, label=name)
+            parameter.grad = mean.div_(self.communicator.world_size)

@@ -21,6 +21,7 @@ from syncline.comm.shared_memory import Barrier, Segment, ranks_by_host
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.errors import PlanError
 from syncline.methods import Collective, TransferDtype, Unused
+from syncline.sync.base import when_garbage
 from syncline.sync.bucketed import Bucketed
 from syncline.sync.hooks import CommHook
 from syncline.sync.layout import Bucket, Group, Layout
@@ -50,12 +51,13 @@ class Hierarchical(Bucketed):
             communicator, bucket_cap_mb=bucket_cap_mb, collective=collective, transfer_dtype=transfer_dtype,
             overlap=overlap, unused=unused,
         )  # fmt: skip
+        self._closed_at_end(here)
 
     def open_channels(self, groups: int) -> list[Communicator]:
         """A rank that does not send has a channel to nobody, on which it sends nothing."""
         if self._sends:
             assert self._leaders is not None
-            return [self._leaders]
+            return [self._closed_at_end(self._leaders)]
         return [ThreadCommunicator(ThreadWorld(1), 0)]
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
@@ -68,6 +70,8 @@ class Hierarchical(Bucketed):
         segment, rows = allocate_rows(self._here, layout, "hierarchical")
         self._summed = Barrier(segment, self._here)
         self._arrived = Barrier(Segment(self._here, 0), self._here)
+        for barrier in (self._summed, self._arrived):
+            when_garbage(self, barrier.close)
         self._leader_row = {group: row[0] for group, row in rows.items()}
         self._slices = [
             cut_slice([buffer[bucket.start : bucket.stop] for buffer in rows[bucket.group]], self._here.rank)
@@ -97,13 +101,12 @@ class Hierarchical(Bucketed):
                 self.log.pack("all gradients", start_ns)
         # Else the leader could begin its next backward while others still copy.
         self._arrived.wait("copying the mean")
-        if not self._rebuilt:
+        if not self._rebuilt and self._parameters:
             self._rebuild(list(self._ready))
 
     def detach(self) -> None:
         super().detach()
         self._close_barriers()
-        self._here.close()
 
     def _send(self, number: int) -> None:
         bucket = self.layout.buckets[number]

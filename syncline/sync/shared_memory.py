@@ -18,6 +18,7 @@ from syncline.comm.communicator import Communicator
 from syncline.comm.shared_memory import Barrier, Segment, check_one_host
 from syncline.errors import PlanError
 from syncline.methods import Unused
+from syncline.sync.base import when_garbage
 from syncline.sync.flat import FlatSync
 from syncline.sync.layout import Group, Layout
 
@@ -41,7 +42,10 @@ class SharedMemory(FlatSync):
 
     def allocate(self, layout: Layout) -> dict[Group, Tensor]:
         segment, rows = allocate_rows(self.communicator, layout, "shared-memory")
+        if self._barrier is not None:
+            self._barrier.close()
         self._barrier = Barrier(segment, self.communicator)
+        when_garbage(self, self._barrier.close)
         self._pieces, self._num_bytes = [], 0
         for row in rows.values():
             self._pieces += cut_slice(row, self.communicator.rank)
