@@ -48,7 +48,7 @@ VERBS = {
         *("--link", "--set", "--out", "--help"),
     ],
     "report": ["--out", "--no-answers", "--help"],
-    "launch": ["--workers", "--threads", "--log-dir", "--port", "--help"],
+    "launch": ["--workers", "--threads", "--log-dir", "--all-ranks", "--port", "--help"],
     "methods": ["--json", "--help"],
     "models": ["--json", "--help"],
     "schedule": ["--workers", "--output", "--help"],
