@@ -30,16 +30,19 @@ def pieces(step: Step) -> list[Step]:
 
 def _cuts(own: RankStep) -> list[int]:
     """Ends of synchronisations that sent something, without the last: what follows it belongs to it."""
-    ends = sorted(phase.end for phase in own.phases if phase.name == "sync")
+    ends = sorted({phase.end for phase in own.phases if phase.name == "sync" and own.start < phase.end < own.end})
     averages = {bisect_left(ends, transfer.end) for transfer in own.transfers}
     return [ends[number] for number in sorted(averages) if number < len(ends)][:-1]
 
 
 def _cut(own: RankStep, cuts: Sequence[int]) -> list[RankStep]:
     return [
-        RankStep(own.rank, start, end, *(_ended(one, start, end) for one in (own.phases, own.transfers, own.packs)))
+        RankStep(
+            own.rank, start, end, _ended(own.phases, start, end), _ended(own.transfers, start, end),
+            _ended(own.packs, start, end),
+        )
         for start, end in pairwise([own.start, *cuts, own.end])
-    ]
+    ]  # fmt: skip
 
 
 def _ended(records: Sequence[Record], start: int, end: int) -> tuple[Record, ...]:
