@@ -5,7 +5,7 @@ Also: torchrun --nproc-per-node 2 examples/data_parallel_loop.py
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import syncline
 
@@ -16,15 +16,15 @@ dataset = TensorDataset(images, labels)
 
 model = nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(3600, 10))
 model = syncline.DataParallel(model, method="auto")
-sharding = syncline.Sharding(len(dataset), 100, seed=0, rank=model.rank, world_size=model.world_size)
-loader = DataLoader(dataset, batch_sampler=syncline.ShardedBatchSampler(sharding))
+loader = syncline.loader(dataset, global_batch=100)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 for epoch in range(3):
-    for step, (x, y) in enumerate(loader):
-        loss = nn.functional.cross_entropy(model(x), y) * sharding.weight(step)
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        loss = syncline.mean(loss)  # over the global batch; without it, the loss is that of the rank's own samples
     if model.rank == 0:
-        print(f"epoch {epoch}: loss {loss.item():.4f} on rank 0's shard")
+        print(f"epoch {epoch}: loss {loss.item():.4f}")

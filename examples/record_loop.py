@@ -6,7 +6,7 @@ Then: syncline explain my-run
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import syncline
 
@@ -17,14 +17,13 @@ dataset = TensorDataset(images, labels)
 
 model = nn.Sequential(nn.Conv2d(3, 16, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(3600, 10))
 model = syncline.DataParallel(model, method="auto")
-sharding = syncline.Sharding(len(dataset), 100, seed=0, rank=model.rank, world_size=model.world_size)
-loader = DataLoader(dataset, batch_sampler=syncline.ShardedBatchSampler(sharding))
+loader = syncline.loader(dataset, global_batch=100)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 with syncline.record(model, optimizer, "my-run"):
     for epoch in range(3):
-        for step, (x, y) in enumerate(loader):
-            loss = nn.functional.cross_entropy(model(x), y) * sharding.weight(step)
+        for x, y in loader:
+            loss = nn.functional.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

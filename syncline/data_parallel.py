@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
+from syncline import world
 from syncline.comm import Communicator, instrumented
 from syncline.comm.mpi_backend import connect_mpi
 from syncline.comm.shared_memory import count_hosts
@@ -44,6 +45,8 @@ from syncline.sync.batch_norm import Statistics, SyncBatchNorm, attach, refuse_s
 from syncline.sync.ddp import DDP
 from syncline.sync.flat import FlatSync
 from syncline.sync.hooks import CommHook
+from syncline.training.step import standing_in
+from syncline.weighing import Weigher
 
 REFUSED = {
     "init_sync": "every rank always starts with rank 0's parameters",
@@ -122,12 +125,14 @@ class DataParallel(nn.Module):
         self._ends_backward = False
         self._accumulates = False
         self._uneven: _UnevenInputs | None = None
+        self._weigher = Weigher()
 
     def _attach(self) -> None:
         """Meet the other ranks. Collective."""
         wanted, made_group = self._settings, not dist.is_initialized()
         backend = _connect(self._process_group, wanted.deadline_s)
         self.communicator = instrumented(backend, self.log, deadline_s=wanted.deadline_s)
+        world.enter(self.communicator, self)
         self.method, self.reason = _choose(wanted.method, self.module, self.communicator)
         # Refuses options that the method does not have; what auto accepts suits whatever it chose.
         chosen = parse_plan({"method": wanted.method, "options": wanted.options}).options_for(self.method)
@@ -166,7 +171,11 @@ class DataParallel(nn.Module):
             self._ends_backward = False  # a backward that raised did not come to its end
         if self._uneven is not None and torch.is_grad_enabled() and not self._accumulates:
             self._uneven.announce(active=True)
-        outputs = self._attached[0](*args, **kwargs)
+        weight = self._weigher.forward_begins(self.module) if torch.is_grad_enabled() else None
+        with standing_in(self.module, when=weight == 0):
+            outputs = self._attached[0](*args, **kwargs)
+        if weight is not None:
+            self._weigher.watch(tensors_in(outputs), weight)
         if self.sync.expects and torch.is_grad_enabled() and not self._accumulates:
             # The outermost backward passes here first. Hooks of parameters may run in a backward inside that one
             # (reentrant checkpointing), whose end is not the end.
@@ -222,6 +231,7 @@ class DataParallel(nn.Module):
     def close(self) -> None:
         """Leave the group, if it was joined here."""
         self.sync.detach()
+        world.leave(self.communicator)
         self.communicator.close()
 
     def _at_output(self) -> None:
@@ -239,7 +249,7 @@ class DataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs to meet the other ranks by itself, at its first forward. Copying talks to nobody."""
-        left_here = ("communicator", "sync", "log", "_attached", "_process_group", "_uneven")
+        left_here = ("communicator", "sync", "log", "_attached", "_process_group", "_uneven", "_weigher")
         return {key: value for key, value in self.__dict__.items() if key not in left_here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -122,6 +122,9 @@ class Loader:
         """The epoch of the pass under way, or of the next one."""
         self.step = 0
         """How many batches of that epoch were given."""
+        self.weight = 1.0
+        """Of this rank's part of the batch given last: by what its gradients must be multiplied to make their average
+        over ranks the mean over the global batch. `syncline.DataParallel` does so by itself."""
         self.last, self.seed = last, seed
         self._order = order
         self._whole_batches = whole_batches
@@ -147,6 +150,7 @@ class Loader:
         try:
             for share, batch in self._from_here():
                 own.note(share)
+                self.weight = share.weight
                 yield batch
             finished = True
         finally:

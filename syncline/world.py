@@ -25,11 +25,12 @@ class Place(NamedTuple):
 
 
 class _OfThread(threading.local):
-    backend: Communicator | None = None
-    """Below all wrappers: it has no threads of its own, so keeping it keeps nothing of a model alive."""
-    channel: Communicator | None = None
-    """The same, with every call compared across ranks; made when somebody first talks."""
-    model: weakref.ref[nn.Module] | None = None
+    def __init__(self) -> None:
+        self.backend: Communicator | None = None
+        """Below all wrappers: it has no threads of its own, so keeping it keeps nothing of a model alive."""
+        self.channel: Communicator | None = None
+        """The same, with every call compared across ranks; made when somebody first talks."""
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 _here = _OfThread()
@@ -37,7 +38,8 @@ _here = _OfThread()
 
 def enter(communicator: Communicator, model: nn.Module | None = None) -> None:
     """From now on this thread is a rank of these, and trains this model."""
-    _here.model = weakref.ref(model) if model is not None else None
+    if model is not None:
+        _here.models.add(model)
     if communicator.backend is not _here.backend:
         _here.backend, _here.channel = communicator.backend, None
 
@@ -48,9 +50,8 @@ def leave(communicator: Communicator) -> None:
 
 
 def is_training() -> bool:
-    """False if the model that this thread wrapped last is in evaluation mode."""
-    model = _here.model() if _here.model is not None else None
-    return model is None or model.training
+    """False if all models that this thread has wrapped are in evaluation mode."""
+    return not _here.models or any(model.training for model in _here.models)
 
 
 def place() -> Place:

@@ -44,6 +44,7 @@ ROOTS = (
     "resolve",
     "world",
     "shares",
+    "weighing",
     "data_parallel",
     "sharded_loader",
     "metrics",

@@ -71,6 +71,8 @@ class Statistics:
     def __init__(self, channel: Communicator) -> None:
         self.channel = channel
         self.counted = True
+        self.weight = 1.0
+        """By which this rank's gradients will be multiplied before they are averaged; see weighing.py."""
 
     def gather(self, own: Tensor, what: str) -> Tensor:
         """Every rank's vector, by rank. Collective."""
@@ -175,6 +177,7 @@ class _Normalise(torch.autograd.Function):
         mean, variance = mean.to(kind), variance.to(kind)
         ctx.save_for_backward(input, weight, mean, variance)
         ctx.count, ctx.layer, ctx.counted = count, layer, layer.statistics.counted
+        ctx.weight = layer.statistics.weight if layer.statistics.counted else 1.0
         # What evaluation does with running statistics, with those of the batch.
         return batch_norm(input, mean, variance, weight, bias, False, 0.0, layer.eps)
 
@@ -185,8 +188,9 @@ class _Normalise(torch.autograd.Function):
         layer: SyncBatchNorm = ctx.layer
         scale = torch.rsqrt(variance + layer.eps)
         own = _own_sums(input, gradient, mean, scale)
-        sent = own.double() if ctx.counted else torch.zeros_like(own, dtype=torch.float64)
-        sums = layer.statistics.gather(sent, f"gradient statistics of {layer.label}").sum(0)
+        # Each rank's part as it counts in the end; what comes back, as it counts before this rank's weight.
+        sent = own.double() * ctx.weight if ctx.counted else torch.zeros_like(own, dtype=torch.float64)
+        sums = layer.statistics.gather(sent, f"gradient statistics of {layer.label}").sum(0) / ctx.weight
         sum_gradient, sum_product = sums.to(input.device, scale.dtype).chunk(2)
         factor = scale if weight is None else scale * weight
         result = gradient * _along(factor, input)

@@ -150,7 +150,7 @@ def _put_back(tensors: list[Tensor]) -> Iterator[None]:
         yield
     finally:
         for tensor, value in zip(tensors, before, strict=True):
-            tensor.copy_(value)
+            tensor.data.copy_(value)  # unseen by autograd: a backward to come may have kept a buffer of batch norm
 
 
 def discarded_backward(worker: Worker, shard: Shard) -> None:
