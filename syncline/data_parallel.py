@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from syncline import world
-from syncline.comm import Communicator, instrumented
+from syncline.comm import Communicator, devices, instrumented
 from syncline.comm.mpi_backend import connect_mpi
 from syncline.comm.shared_memory import count_hosts
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
@@ -130,7 +130,7 @@ class DataParallel(nn.Module):
     def _attach(self) -> None:
         """Meet the other ranks. Collective."""
         wanted, made_group = self._settings, not dist.is_initialized()
-        backend = _connect(self._process_group, wanted.deadline_s)
+        backend = _connect(self._process_group, wanted.deadline_s, self.module)
         self.communicator = instrumented(backend, self.log, deadline_s=wanted.deadline_s)
         world.enter(self.communicator, self)
         self.method, self.reason = _choose(wanted.method, self.module, self.communicator)
@@ -311,7 +311,8 @@ def convert_sync_batch_norm(
 ) -> nn.Module:
     """`module` with batch norm over all ranks' batches, on CPU as on GPU: for use with torch's own
     DistributedDataParallel and other wrappers. In place, but for a module that is itself a batch norm. Collective."""
-    communicator = instrumented(_connect(process_group, deadline_s), EventLog(keep=False), deadline_s=deadline_s)
+    backend = _connect(process_group, deadline_s, module)
+    communicator = instrumented(backend, EventLog(keep=False), deadline_s=deadline_s)
     if communicator.world_size == 1:
         return module
     channel = communicator.split("batch norm")
@@ -363,9 +364,13 @@ class _UnevenInputs:
         return self.last_active[-1] if self.last_active else 0
 
 
-def _connect(process_group: dist.ProcessGroup | None, deadline_s: float) -> Communicator:
+def _connect(
+    process_group: dist.ProcessGroup | None, deadline_s: float, module: nn.Module | None = None
+) -> Communicator:
     deadline = timedelta(seconds=deadline_s)
+    on = {parameter.device for parameter in module.parameters()} if module is not None else set()
     if dist.is_initialized():
+        devices.check(dist.get_backend_config(process_group), on)
         return adopt(process_group, deadline=deadline, host_index=host_index())
     place = placement_from_environment()
     if process_group is not None:
@@ -375,8 +380,11 @@ def _connect(process_group: dist.ProcessGroup | None, deadline_s: float) -> Comm
     meeting = None if place.master_addr else find_meeting(place)
     if not place.master_addr and (meeting is None or place.launcher == "mpi"):
         return connect_mpi(deadline)  # mpiexec names no place to meet: MPI itself is one
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    return connect(place, backend=backend, deadline=deadline, meeting=meeting)
+    gpus, nccl = torch.cuda.device_count(), dist.is_nccl_available()
+    choice = devices.choose(on, gpus=gpus, nccl=nccl, local_rank=place.local_rank)
+    if choice.gpu is not None:
+        torch.cuda.set_device(choice.gpu)
+    return connect(place, backend=choice.backend, deadline=deadline, meeting=meeting)
 
 
 def host_index() -> int:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncline.comm import devices
 from syncline.comm.communicator import Communicator, Operation, Work
 from syncline.errors import CommunicationError, DeadlineError, PeerLostError
 from syncline.launcher.adopt import Placement
@@ -39,11 +40,11 @@ class TorchCommunicator(Communicator):
         self._ranks: Sequence[int] = range(self.world_size)
         self._owned = owned
         self._splits = 0
-        if dist.get_backend(group) == "nccl":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        self.device = devices.for_small_messages(dist.get_backend_config(group), gpu)
 
     def start(self, operation: Operation) -> Work:
-        return _TorchWork(lambda: _START[operation.name](operation, self.group))
+        return _TorchWork(lambda: _START[operation.name](operation, self.group), on_gpu=operation.tensor.is_cuda)
 
     def split(self, name: str) -> TorchCommunicator:
         """A subgroup keeps its one set of channels, because torch can only make new ones with the whole world: there,
@@ -93,8 +94,9 @@ class TorchCommunicator(Communicator):
 class _TorchWork:
     """Starts at once; translates torch's errors into ours, at start and at wait."""
 
-    def __init__(self, begin: Callable[[], dist.Work | None]) -> None:
+    def __init__(self, begin: Callable[[], dist.Work | None], *, on_gpu: bool = False) -> None:
         self._work = _translated(begin)
+        self._on_gpu = on_gpu
 
     def wait(self) -> None:
         work = self._work
@@ -104,7 +106,7 @@ class _TorchWork:
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call back from the thread that ends the operation, as soon as it ends. Not for sends, which have no future,
         nor on a GPU, whose future is done before the GPU is."""
-        if self._work is not None and not torch.cuda.is_available():
+        if self._work is not None and not self._on_gpu:
             self._work.get_future().add_done_callback(lambda _: callback())
 
 
