@@ -100,11 +100,12 @@ def test_temporary_file_is_found(tmp_path: Path) -> None:
     assert found(tmp_path) == [f"temporary {tmp_path / 'pymp-planted'}"]
 
 
-def test_new_entry_of_a_shared_folder_is_found_unless_a_stranger_uses_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["psm_planted", "sem.mp-planted"])
+def test_new_entry_of_a_shared_folder_is_found_unless_a_stranger_uses_it(tmp_path: Path, name: str) -> None:
     scratch, shared = tmp_path / "scratch", tmp_path / "shm"
     scratch.mkdir()
     shared.mkdir()
-    planted = shared / "psm_planted"
+    planted = shared / name
     planted.write_bytes(bytes(4096))
     assert found(scratch, shared) == [f"new {planted}"]
     code = f"import time; file = open({str(planted)!r}); print(0, flush=True); time.sleep(60)"
@@ -115,6 +116,27 @@ def test_new_entry_of_a_shared_folder_is_found_unless_a_stranger_uses_it(tmp_pat
         assert found(scratch, shared) == []
     with sleeping(OWN, code):
         assert f"new {planted}" in found(scratch, shared)
+
+
+KILLED = """
+import multiprocessing, os, signal
+from multiprocessing import resource_tracker
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+print(semaphore._semlock.name, flush=True)
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_semaphore_of_a_process_that_was_killed_with_its_tracker_is_found(tmp_path: Path) -> None:
+    folder = Path("/dev/shm")
+    before = {folder: conftest.entries(folder)}
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
+    left = folder / f"sem.{done.stdout.strip().removeprefix('/')}"
+    try:
+        assert f"new {left}" in conftest.leftovers(OWN, tmp_path, before)
+    finally:
+        left.unlink()
 
 
 def test_namespace_that_is_held_open_is_found(tmp_path: Path) -> None:

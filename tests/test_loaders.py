@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import synchronize
 from pathlib import Path
 
 import conftest
@@ -222,6 +224,19 @@ def test_loaders_leave_the_ranks_random_stream_and_signals_as_they_were() -> Non
                 batches.train(shard)
         assert torch.equal(before, torch.get_rng_state())
         assert signal.getsignal(signal.SIGCHLD) is handler
+
+
+def test_loaders_need_no_semaphore_that_a_killed_rank_could_leave_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("this semaphore is a file of /dev/shm until it is unlinked")
+
+    monkeypatch.setattr(synchronize._multiprocessing, "SemLock", refuse)  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="/dev/shm"):
+        multiprocessing.get_context("fork").Queue()
+    inner = memory_batches()
+    with loading(inner, 2) as batches:
+        use(batches, Sharding(inner.num_train, 8, 3, 0, 1).epoch(0))
+    assert batches.throughput()["samples"] == inner.num_train
 
 
 def test_parts_of_a_shard_are_made_ahead_too() -> None:

@@ -11,6 +11,7 @@ leaves samples in anonymous shared memory: DataLoader's own way, files in /dev/s
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import itertools
 import mmap
@@ -18,6 +19,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -26,6 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from multiprocessing.context import ForkContext
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar, cast
 
@@ -217,6 +220,54 @@ class _Maker(Dataset[Any]):
         return slot, count, time.perf_counter() - started
 
 
+class _NamelessContext(ForkContext):
+    """As "fork", but without semaphores: these are files of /dev/shm for a moment, and a rank that is killed at that
+    moment leaves them there. It has what the queues and the event of DataLoader need."""
+
+    def Lock(self) -> Any:
+        return _FileLock()
+
+    def BoundedSemaphore(self, value: int = 1) -> Any:
+        """A queue counts with it, but those of DataLoader hold any number."""
+        return threading.Semaphore(value)
+
+    def Event(self) -> Any:
+        return _Flag()
+
+
+class _FileLock:
+    """Between the processes that inherit it, each of which uses it in one thread. It ends with who holds it."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._file = os.memfd_create("loaders")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self._file = os.dup(file.fileno())
+
+    def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
+        """Others hold it only while they write a message, so no time limit is needed."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        return True
+
+    def release(self) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+class _Flag:
+    def __init__(self) -> None:
+        self._byte = mmap.mmap(-1, 1)
+
+    def set(self) -> None:
+        self._byte[0] = 1
+
+    def is_set(self) -> bool:
+        return self._byte[0] == 1
+
+
 def _started(maker: _Maker, pieces: _Pieces, **options: Any) -> tuple[DataLoader[Made], Any, list[BaseProcess]]:
     """Loaders forked now, while the rank is small, rather than at the first batch."""
     before = multiprocessing.active_children()
@@ -229,7 +280,7 @@ def _started(maker: _Maker, pieces: _Pieces, **options: Any) -> tuple[DataLoader
             batch_size=None,
             collate_fn=_unchanged,
             persistent_workers=True,
-            multiprocessing_context="fork",
+            multiprocessing_context=_NamelessContext(),
             worker_init_fn=partial(_begin_loader, os.getpid()),
             generator=torch.Generator(),  # its own: otherwise it draws from the stream of the dropout masks
             **options,
