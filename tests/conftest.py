@@ -155,10 +155,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)  # so before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Tests that share a fixture of their module run in one worker, so that it is made once.
 
-    And those that start processes are marked: what is left (`-m "not processes"`) takes little time.
+    And those that start processes are marked: what is left (`-m "not processes"`) takes little time. So it comes last
+    where tests run side by side: no worker is left alone with a long test at the end.
     """
     for item in items:
         assert isinstance(item, pytest.Function)
@@ -168,6 +169,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         own = [fixture.func for fixture in fixtures if fixture.argname != _nothing_is_left_behind.__name__]
         if any(starts_processes(function) for function in (item.function, *own)):
             item.add_marker(pytest.mark.processes)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("processes") is None)
     return (yield)
 
 

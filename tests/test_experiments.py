@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SYNCLINE, cli_environment
+from conftest import Cli
 from helpers import on_threads
 
 from syncline.comm import Communicator
@@ -70,10 +69,9 @@ values = ["same_batches", "seen"]
 """
 
 
-def test_probes_and_experiments_are_stages(tmp_path: Path) -> None:
+def test_probes_and_experiments_are_stages(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "small.toml").write_text(STUDY)
-    command = [str(SYNCLINE), "lab", "small.toml"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=cli_environment())
+    done = cli("lab", "small.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = (tmp_path / "runs" / "lab-small" / "report" / "report.md").read_text()
     lines = {line.split("|")[1].strip(): line for line in report.splitlines() if line.startswith("| ")}

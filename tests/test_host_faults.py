@@ -13,7 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import SYNCLINE, USER_MODEL, cli_environment, command_line, killed_at_end, living_pids, uses, wait_until
+from conftest import (
+    SYNCLINE,
+    USER_MODEL,
+    CliServer,
+    cli_environment,
+    command_line,
+    killed_at_end,
+    living_pids,
+    uses,
+    wait_until,
+)
 
 from syncline.launcher.emulation import EmulatedCluster, HostProcess
 from syncline.store import RunFolder
@@ -86,28 +96,19 @@ def wait_for_step(run: RunFolder, step: int, *nodes: Node) -> None:
 
 
 @pytest.fixture(scope="module")
-def untroubled(workplace: Path) -> str:
+def untroubled(workplace: Path, cli_server: CliServer) -> str:
     """The weights of a run on one machine that nothing happened to."""
-    command = [str(SYNCLINE), "train", *PLAN, "--workers", "2", "--run-dir", "untroubled", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=workplace, env=environment(workplace))
+    command = ("train", *PLAN, "--workers", "2", "--run-dir", "untroubled", "--json")
+    done = cli_server.run(command, workplace, environment(workplace))
     assert done.returncode == 0, done.stderr
     return str(json.loads(done.stdout)["weights_sha256"])
 
 
-def test_emulated_hosts_train_to_the_weights_of_one_machine(workplace: Path, untroubled: str) -> None:
-    command = [
-        str(SYNCLINE),
-        "train",
-        *PLAN,
-        "--hosts",
-        "2",
-        "--link",
-        "1gbit,500mbit",
-        "--run-dir",
-        "hosts",
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=workplace, env=environment(workplace))
+def test_emulated_hosts_train_to_the_weights_of_one_machine(
+    workplace: Path, untroubled: str, cli_server: CliServer
+) -> None:
+    command = ("train", *PLAN, "--hosts", "2", "--link", "1gbit,500mbit", "--run-dir", "hosts", "--json")
+    done = cli_server.run(command, workplace, environment(workplace))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["weights_sha256"] == untroubled
     assert "node 0 of 2: 10.0.0.1 on eth0" in done.stderr

@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import SYNCLINE, Cli, cli_environment, killed_at_end
+from conftest import SYNCLINE, Cli, CliServer, cli_environment, killed_at_end
 
 STUDY = """
 title = "Small study"
@@ -58,17 +58,12 @@ def write_study(folder: Path, steps: int = 2) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def finished(tmp_path_factory: pytest.TempPathFactory, cli_server: CliServer) -> tuple[Path, str]:
     """A folder in which the study has run, and what it printed."""
     folder = tmp_path_factory.mktemp("lab")
-    done = run(folder, "lab", write_study(folder))
+    done = cli_server.run(("lab", write_study(folder)), folder, cli_environment())
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
-
-
-def run(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [str(SYNCLINE), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=cli_environment())
 
 
 def test_a_study_runs_to_its_report(finished: tuple[Path, str]) -> None:
@@ -83,20 +78,20 @@ def test_a_study_runs_to_its_report(finished: tuple[Path, str]) -> None:
     assert (report / "figures" / "loss.svg").exists()
 
 
-def test_started_again_it_repeats_nothing(finished: tuple[Path, str]) -> None:
-    again = run(finished[0], "lab", "small.toml")
+def test_started_again_it_repeats_nothing(finished: tuple[Path, str], cli: Cli) -> None:
+    again = cli("lab", "small.toml", cwd=finished[0])
     assert again.returncode == 0, again.stderr
     assert "3 cells, 3 already finished" in again.stdout
     assert "[1/3]" not in again.stdout
 
 
-def test_a_report_is_written_from_stored_runs_alone(finished: tuple[Path, str]) -> None:
+def test_a_report_is_written_from_stored_runs_alone(finished: tuple[Path, str], cli: Cli) -> None:
     folder = finished[0]
-    report = run(folder, "report", "runs/lab-small", "-o", "other", "--no-answers")
+    report = cli("report", "runs/lab-small", "-o", "other", "--no-answers", cwd=folder)
     assert report.returncode == 0, report.stderr
     assert "(left open)" in (folder / "other" / "report.md").read_text()
     cells = sorted((folder / "runs" / "lab-small" / "cells").glob("learn*"))
-    single = run(folder, "report", *cells, "-o", "runs-report")
+    single = cli("report", *cells, "-o", "runs-report", cwd=folder)
     assert single.returncode == 0, single.stderr
     assert "| bucketed | 2 |" in (folder / "runs-report" / "report.md").read_text()
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SYNCLINE, cli_environment
+from conftest import Cli
 
 from syncline.errors import PlanError, SynclineError
 from syncline.study.cells import Ground, expand
@@ -37,11 +36,6 @@ def agree(tmp_path: Path) -> Path:
     return folder
 
 
-def syncline(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [str(SYNCLINE), *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=cli_environment())
-
-
 def change(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
@@ -49,9 +43,9 @@ def change(path: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.timeout(360)
-def test_the_lab_of_the_docs_runs_as_written(agree: Path) -> None:
+def test_the_lab_of_the_docs_runs_as_written(agree: Path, cli: Cli) -> None:
     (command,) = re.findall(r"^Run it:\n\n    syncline (.*)$", DOCS, re.MULTILINE)
-    done = syncline(agree.parent, *command.split())
+    done = cli(*command.split(), cwd=agree.parent)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^A second worker (pays off|does not pay off): \d+\.\d\d times", done.stdout, re.MULTILINE)
     report = agree.parent / "runs" / "lab-agree-quick" / "report" / "report.md"
@@ -62,12 +56,12 @@ def test_the_lab_of_the_docs_runs_as_written(agree: Path) -> None:
     assert "Median time of one all-reduce on rank 0." in page, "the definition of its own value"
 
     change(agree / "answers.py", "A second worker {verdict}", "Two workers: it {verdict}")
-    again = syncline(agree.parent, "report", "runs/lab-agree-quick", "-o", "other")
+    again = cli("report", "runs/lab-agree-quick", "-o", "other", cwd=agree.parent)
     assert again.returncode == 0, again.stderr
     assert "Two workers: it" in (agree.parent / "other" / "report.md").read_text()
 
     change(agree / "experiments.py", "(1, 1_000_000)", "(1, 1_000)")
-    rerun = syncline(agree.parent, *command.split())
+    rerun = cli(*command.split(), cwd=agree.parent)
     assert rerun.returncode == 0, rerun.stderr
     assert "3 cells, 2 already finished" in rerun.stdout, "only the experiment that was edited"
     assert "| 1000 |" in report.read_text()
@@ -119,13 +113,13 @@ def test_a_mistake_is_told_by_file_and_line(agree: Path, file: str, old: str, ne
         load_study(str(agree))
 
 
-def test_a_mistake_ends_with_exit_code_2_and_leaves_no_folder(agree: Path) -> None:
+def test_a_mistake_ends_with_exit_code_2_and_leaves_no_folder(agree: Path, cli: Cli) -> None:
     change(agree / "answers.py", "def pays_off(rows, others):", "def pays_off(rows, others)")
-    done = syncline(agree.parent, "lab", "agree", "--quick")
+    done = cli("lab", "agree", "--quick", cwd=agree.parent)
     assert done.returncode == 2
     assert "answers.py, line 6: expected ':'" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
-    assert [path.name for path in agree.parent.iterdir()] == ["agree"]
+    assert {path.name for path in agree.parent.iterdir()} == {"agree", "work"}, "the lab, and the folder of `cli`"
 
 
 def test_an_empty_folder_is_no_lab(tmp_path: Path) -> None:
@@ -178,7 +172,7 @@ values = ["link_rate"]
 
 @pytest.mark.timeout(360)
 @pytest.mark.xdist_group("measures")
-def test_every_kind_of_stage_runs_on_emulated_hosts(tmp_path: Path) -> None:
+def test_every_kind_of_stage_runs_on_emulated_hosts(tmp_path: Path, cli: Cli) -> None:
     folder = tmp_path / "all"
     folder.mkdir()
     (folder / "lab.toml").write_text(EVERYTHING)
@@ -191,7 +185,7 @@ def test_every_kind_of_stage_runs_on_emulated_hosts(tmp_path: Path) -> None:
         "    hosts = rank.communicator.all_gather(torch.tensor(rank.communicator.host_index))\n"
         "    return [{'point': {}, 'hosts': [int(host) for host in hosts]}]\n"
     )
-    done = syncline(tmp_path, "lab", "all", "--hosts", "2", "--link", "1gbit")
+    done = cli("lab", "all", "--hosts", "2", "--link", "1gbit", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Hosts [0, 1]." in done.stdout.splitlines()
     assert "skipped" not in done.stdout

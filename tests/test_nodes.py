@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SYNCLINE, USER_MODEL, cli_environment, killed_at_end, wait_until
+from conftest import SYNCLINE, USER_MODEL, CliServer, cli_environment, killed_at_end, wait_until
 
 from syncline.errors import (
     ContractError,
@@ -381,12 +381,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_node_that_is_killed_and_started_again_leaves_the_weights_as_they_would_be(workplace: Path) -> None:
+def test_node_that_is_killed_and_started_again_leaves_the_weights_as_they_would_be(
+    workplace: Path, cli_server: CliServer
+) -> None:
     """With separate folders: checkpoints are on both nodes, events of all ranks on node 0."""
-    command = [str(SYNCLINE), "train", *TRAIN, "--workers", "2", "--run-dir", "run", "--json"]
-    untroubled = subprocess.run(
-        command, capture_output=True, text=True, cwd=workplace / "alone", env=environment(workplace)
-    )
+    command = ("train", *TRAIN, "--workers", "2", "--run-dir", "run", "--json")
+    untroubled = cli_server.run(command, workplace / "alone", environment(workplace))
     assert untroubled.returncode == 0, untroubled.stderr
     port, run = free_port(), RunFolder(workplace / "a" / "run")
     with node(workplace, "a", 0, port, SLOW="0.05") as first:
