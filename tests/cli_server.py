@@ -8,6 +8,7 @@ of what a killed command leaves behind start the real program instead.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing.util
@@ -16,18 +17,22 @@ import pkgutil
 import signal
 import sys
 import tempfile
-from typing import Any
+import traceback
+from typing import Any, NoReturn
 
 HELPERS = ("from multiprocessing.forkserver import main", "from multiprocessing.resource_tracker import main")
 start_fresh = multiprocessing.util.spawnv_passfds
 
 
 def load() -> None:
-    import syncline.cli
+    """All of Syncline, and what commands would load late."""
+    import syncline
 
-    importlib.import_module("torch._dynamo")  # the first optimiser that torch makes needs it
-    for module in pkgutil.iter_modules(syncline.cli.__path__, "syncline.cli."):
-        importlib.import_module(module.name)
+    for name in ("torch._dynamo", "matplotlib.figure", "matplotlib.backends.backend_svg", "plotly.graph_objects"):
+        importlib.import_module(name)
+    for module in pkgutil.walk_packages(syncline.__path__, "syncline."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
 
 
 def become(command: dict[str, Any]) -> None:
@@ -70,19 +75,36 @@ def close_all_but(keep: list[int]) -> None:
     os.closerange(begin, os.sysconf("SC_OPEN_MAX"))
 
 
+def run_verb() -> NoReturn:
+    """Without the interpreter's own end: to free all that is loaded takes a second, more than most commands need."""
+    from syncline.cli import main
+    from syncline.launcher.rank_life import wind_down
+
+    code: Any = 0
+    try:
+        main()
+    except SystemExit as leaving:
+        code = leaving.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    wind_down()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)
     load()
+    gc.freeze()  # or every copy would copy what its collector looks at
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in iter(sys.stdin.readline, ""):
         pid = os.fork()
         if pid == 0:
             become(json.loads(line))
-            from syncline.cli import main as run_verb
-
             run_verb()
-            break
         _, status = os.waitpid(pid, 0)
         os.write(answers, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
