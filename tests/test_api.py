@@ -117,7 +117,8 @@ def test_keywords_come_on_top_of_a_plan() -> None:
     assert syncline.load_plan(plan, {}) is plan
 
 
-def test_the_tour_runs_in_a_kernel(tmp_path: Path) -> None:
+def test_the_tour_runs_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # or the kernel would leave what other processes write to pytest
     notebook = nbformat.read(ROOT / "examples" / "tour.ipynb", as_version=4)
     # On a loaded machine a kernel needs longer than nbclient's five seconds to end and to tidy up after itself.
     patient = Config({"KernelManager": {"shutdown_wait_time": 60.0}})
@@ -129,3 +130,9 @@ def test_the_tour_runs_in_a_kernel(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert any("text/html" in output.data for output in results)
     assert any(output.data.get("text/plain") == "[21, 21]" for output in results)
+    (said,) = [cell for cell in notebook.cells if "all_ranks=True" in cell.source and cell.cell_type == "code"]
+    text = "".join(output.text for output in said.outputs if output.output_type == "stream")
+    assert sorted(text.splitlines()) == [
+        "my first batch is [0, 2, 4, 6]",
+        "rank 1: my first batch is [1, 3, 5, 7]",
+    ]
