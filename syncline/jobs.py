@@ -50,7 +50,8 @@ def train(
     plan: PlanSource = None, *,
     model: str | None = None, data: str | None = None, data_dir: Path | str | None = None, method: str | None = None,
     workers: int | None = None, threads: int | None = None, global_batch: int | None = None,
-    steps: int | None = None, epochs: int | None = None, recipe: str | None = None, seed: int | None = None,
+    steps: int | None = None, epochs: int | None = None, recipe: str | None = None,
+    optimizer: str | None = None, clip_norm: float | None = None, seed: int | None = None,
     compute: str | None = None, hosts: int | None = None, link: str | None = None, max_restarts: int | None = None,
     settings: Mapping[str, Any] | None = None,
     run_dir: Path | str | None = None, place: Place | None = None, show: Show = "nothing",
@@ -63,6 +64,7 @@ def train(
     flags = {
         "model": model, "data": data, "data_dir": data_dir, "method": method, "workers": workers, "threads": threads,
         "global_batch": global_batch, "steps": steps, "epochs": epochs, "recipe": recipe, "seed": seed,
+        "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm,
         "compute": compute, "hosts": hosts, "link": link, "max_restarts": max_restarts,
     }  # fmt: skip
     given = make_plan(plan, flags, settings)
@@ -84,7 +86,8 @@ def compare(
     plan: PlanSource = None, *, methods: Sequence[str] = COMPARED,
     model: str | None = None, data: str | None = None, data_dir: Path | str | None = None,
     workers: int | None = None, threads: int | None = None, global_batch: int | None = None,
-    steps: int = 10, warmup: int = 2, seed: int | None = None, compute: str | None = None,
+    steps: int = 10, warmup: int = 2, optimizer: str | None = None, clip_norm: float | None = None,
+    seed: int | None = None, compute: str | None = None,
     hosts: int | None = None, link: str | None = None, settings: Mapping[str, Any] | None = None,
     run_dir: Path | str | None = None, place: Place | None = None, show: Show = "nothing",
 ) -> Comparison:  # fmt: skip
@@ -94,6 +97,7 @@ def compare(
         "model": model, "data": data, "data_dir": data_dir, "workers": workers, "threads": threads,
         "global_batch": global_batch, "steps": steps, "measure.warmup": warmup, "seed": seed, "compute": compute,
         "hosts": hosts, "link": link, "method": leading(names),
+        "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm,
     }  # fmt: skip
     given = make_plan(plan, flags, settings)
     names = _without_single(names, voice) if given.replayed else names

@@ -23,44 +23,8 @@ from syncline.methods import (
     current_name,
     method_of,
 )
-from syncline.words import IN_FILES, MODELS, RECIPES, RECIPES_OF_TEN_EPOCHS
-
-
-class Optimizer(Section):
-    """SGD and its schedule. Keys that you give override the recipe's."""
-
-    learning_rate: float = Field(0.1, gt=0)
-    """Peak learning rate; with linear_scaling, the one for a global batch of 256."""
-    linear_scaling: bool = False
-    """Multiply the rate by global batch / 256."""
-    momentum: float = Field(0.9, ge=0, lt=1)
-    """Share of the last update that carries over to the next."""
-    nesterov: bool = False
-    """Use Nesterov momentum."""
-    weight_decay: float = Field(1e-4, ge=0)
-    """L2 penalty."""
-    decay_all: bool = True
-    """Decay every parameter; if false, leave out biases and norms (parameters of one dimension)."""
-    schedule: Literal["constant", "cosine", "one-cycle"] = "constant"
-    """How the rate changes over the run: not at all, down to 0 as a half cosine, or up and down."""
-    peak_at: float = Field(0.25, gt=0, lt=1)
-    """Share of the steps after which one-cycle peaks."""
-    warmup: Literal["none", "gradual", "constant"] = "none"
-    """The first epochs: at the scaled rate, ramping up to it from the rate of batch 256, or at that lower rate."""
-    warmup_epochs: float = Field(5.0, gt=0)
-    """Length of the warm-up."""
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    """Share of each label that is spread over all classes."""
-    init: Literal["torch", "kaiming-fan-out"] = "torch"
-    """Initial weights: torch's defaults, or normal with variance 2 / fan-out for convolutions."""
-
-    @model_validator(mode="after")
-    def _keys_agree(self) -> Self:
-        if self.schedule == "one-cycle" and self.warmup != "none":
-            raise ValueError("schedule one-cycle rises by itself: leave warmup at none.")
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("nesterov needs momentum: set momentum above 0.")
-        return self
+from syncline.optimizers import Optimizer, with_recipe
+from syncline.words import IN_FILES, MODELS, RECIPES
 
 
 class Options(Section):
@@ -218,9 +182,7 @@ class Plan(Section):
             filled.setdefault("epochs", 1)
         optimizer, recipe = filled.get("optimizer", {}), filled.get("recipe", "course")
         if isinstance(optimizer, Mapping) and recipe in RECIPES:
-            epochs = filled.get("epochs")
-            long = RECIPES_OF_TEN_EPOCHS.get(recipe, {}) if isinstance(epochs, int) and epochs >= 10 else {}
-            filled["optimizer"] = {**RECIPES[recipe], **long, **optimizer}
+            filled["optimizer"] = with_recipe(optimizer, recipe, epochs=filled.get("epochs"))
         filled.setdefault("backend", "nccl" if filled.get("device") == "cuda" else "gloo")
         return filled
 
@@ -327,10 +289,15 @@ class Plan(Section):
 
     def replace(self, **changes: Any) -> Plan:
         """A new, checked plan with some keys changed. Another recipe brings its own optimiser settings."""
+        return parse_plan({**self._values_under(changes), **changes})
+
+    def _values_under(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """What these changes leave of the plan: another recipe or optimiser brings settings of its own."""
         values = self.model_dump(exclude_none=True)
-        if changes.get("recipe", self.recipe) != self.recipe:
+        now = {"recipe": self.recipe, "optimizer.name": self.optimizer.name}
+        if any(changes.get(key, value) != value for key, value in now.items()):
             del values["optimizer"]
-        return parse_plan({**values, **changes})
+        return values
 
     def threads_of(self, rank: int) -> int:
         """Compute threads of a rank: the same for all but a rank that `inject` slows down."""
@@ -361,9 +328,7 @@ def load_plan(source: Plan | Path | None, overrides: Mapping[str, Any]) -> Plan:
     if isinstance(source, Plan):
         if not given:
             return source
-        values = source.model_dump(exclude_none=True)
-        if given.get("recipe", source.recipe) != source.recipe:
-            del values["optimizer"]  # another recipe brings its own optimiser settings
+        values = source._values_under(given)
     else:
         values = _read_toml(source) if source is not None else {}
     for length, other in (("steps", "epochs"), ("epochs", "steps")):

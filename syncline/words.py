@@ -47,6 +47,13 @@ DATA = {
 IN_FILES = ("imdb-wiki", "folder")
 """Data whose images stay in their files until a batch needs them."""
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"learning_rate": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 1e-4},
+    "adamw": {"learning_rate": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
+    "adam": {"learning_rate": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+}
+"""Optimisers by name, with the options that each has and their defaults."""
+
 RECIPES: dict[str, dict[str, Any]] = {
     "course": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
     "fast": {

@@ -43,6 +43,7 @@ from syncline.training.calibrate import calibrate, gather_times
 from syncline.training.checkpoint import Progress
 from syncline.training.delays import delays_of
 from syncline.training.loop import Loop
+from syncline.training.settings import step_settings
 from syncline.training.step import Worker
 from syncline.training.watching import StepWatch, note_memory
 from syncline.voice import Voice
@@ -151,8 +152,8 @@ def _train(rank: Rank, run: RunFolder, *, resume: bool, voice: Voice) -> dict[st
     options = {"batch_norm": plan.batch_norm, **plan.options_for(plan.method)}
     sync = make_sync(plan.method, rank.communicator, log=rank.log, **options)
     module = attach(sync, model, plan.batch_norm)
-    settings = (plan.optimizer.label_smoothing, delays_of(plan, rank.number), plan.accumulate)
-    worker = Worker(model, module, sync, make_optimizer(plan, model), batches, rank.log, *settings)
+    settings = {"delays": delays_of(plan, rank.number), "accumulate": plan.accumulate, **step_settings(plan)}
+    worker = Worker(model, module, sync, make_optimizer(plan, model), batches, rank.log, **settings)
     with Display(voice, rank=rank.number, counted=batches.task.unit) as display:
         checkpoints = None if plan.replayed else run.checkpoints
         watch_steps = StepWatch(rank.log, plan.profile, run.path / "profile")
@@ -174,9 +175,8 @@ def _calibrate(rank: Rank, run: RunFolder, batches: Batches) -> None:
         return
     else:
         model = make_model(plan, rank.device, batches.task)
-        optimizer, smoothing = make_optimizer(plan, model), plan.optimizer.label_smoothing
-        alone = make_sync(BASELINE, communicator)
-        worker = Worker(model, alone.attach(model), alone, optimizer, batches, rank.log, smoothing)
+        optimizer, alone = make_optimizer(plan, model), make_sync(BASELINE, communicator)
+        worker = Worker(model, alone.attach(model), alone, optimizer, batches, rank.log, **step_settings(plan))
         sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, communicator.world_size)
         steps = calibrate(worker, sharding, plan.measure.calibration, communicator)
         samples = -(-plan.global_batch // communicator.world_size)

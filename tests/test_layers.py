@@ -15,7 +15,7 @@ PACKAGE = Path(syncline.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 GROUND = (
-    "errors", "files", "units", "machine", "forms", "words", "methods", "plan",
+    "errors", "files", "units", "machine", "forms", "words", "methods", "optimizers", "plan",
     "spans", "events", "marks", "voice",
 )  # fmt: skip
 STAGES = (

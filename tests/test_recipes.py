@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from syncline.errors import PlanError
-from syncline.plan import Optimizer, Plan, load_plan, parse_plan
+from syncline.optimizers import Optimizer
+from syncline.plan import Plan, load_plan, parse_plan
 from syncline.words import RECIPES
 from syncline.workload.models import build_model
 from syncline.workload.recipes import kaiming_fan_out, learning_rate, make_model, make_optimizer, set_learning_rate

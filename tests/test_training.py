@@ -183,14 +183,16 @@ def test_interrupted_run_of_every_method_resumes_bit_for_bit(workers: int, tmp_p
         assert whole == again, method
 
 
-@pytest.mark.parametrize("recipe", ["course", "fast"])
+@pytest.mark.parametrize(
+    ("recipe", "optimizer"), [("course", {}), ("fast", {}), ("fast", {"name": "adamw", "clip_norm": 0.5})]
+)
 def test_run_over_two_epochs_resumes_bit_for_bit_with_every_figure(
-    recipe: str, tmp_path: Path, user_folder: Path
+    recipe: str, optimizer: dict[str, object], tmp_path: Path, user_folder: Path
 ) -> None:
     """Five steps an epoch; stopped in the second one. What was measured before the stop is in the summary too."""
     plan = Plan(
         model="mlp", data="synthetic", workers=2, threads=1, global_batch=2000, epochs=2, log_every=2, method="ddp",
-        recipe=recipe, checkpoint={"every": 2},  # type: ignore[arg-type]
+        recipe=recipe, optimizer=optimizer, checkpoint={"every": 2},  # type: ignore[arg-type]
     )  # fmt: skip
     names = ("ddp-whole", "ddp-broken")
     runs = [create_run(tmp_path / "runs" / name, kind="train", plan=plan, label="") for name in names]

@@ -26,6 +26,8 @@ def compare(
     global_batch: options.GlobalBatch = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each method.")] = 10,
     warmup: Annotated[int, typer.Option(help="Warm-up steps of each method, not counted.")] = 2,
+    optimizer: options.OptimizerName = None,
+    clip_norm: options.ClipNorm = None,
     seed: options.Seed = None,
     compute: options.Compute = None,
     settings: options.Settings = None,
@@ -49,6 +51,7 @@ def compare(
     flags = {
         "model": model, "data": data, "data_dir": data_dir, "workers": where.workers(workers), "threads": threads,
         "global_batch": global_batch, "seed": seed, "compute": compute, "hosts": where.num_hosts, "link": link,
+        "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm,
         "method": jobs.leading(jobs.method_names(names)), **options.parse_settings(settings),
     }  # fmt: skip
     given = jobs.make_plan(plan, flags)

@@ -27,6 +27,8 @@ DataDir = Annotated[Path | None, typer.Option(help="Folder with the data (or set
 Workers = Annotated[int | None, typer.Option(help="Number of ranks.")]
 Threads = Annotated[int | None, typer.Option(help="Compute threads per worker; default cores / workers.")]
 GlobalBatch = Annotated[int | None, typer.Option(help="Samples per step over all workers.")]
+OptimizerName = Annotated[str | None, typer.Option("--optimizer", help="sgd, adamw or adam; default: the recipe's.")]
+ClipNorm = Annotated[float | None, typer.Option(help="Scale a gradient whose norm is larger down to this norm.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of everything random.")]
 RunDir = Annotated[Path | None, typer.Option(help="Folder for the run; default runs/DATE-….")]
 Port = Annotated[int, typer.Option(help="Port where ranks meet; 0 picks a free one.")]

@@ -29,6 +29,8 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training set; default 1.")] = None,
     recipe: Annotated[str | None, typer.Option(help="Optimiser settings: course, fast or large-batch.")] = None,
+    optimizer: options.OptimizerName = None,
+    clip_norm: options.ClipNorm = None,
     seed: options.Seed = None,
     compute: options.Compute = None,
     settings: options.Settings = None,
@@ -60,6 +62,7 @@ def train(
     flags = {
         "model": model, "data": data, "data_dir": data_dir, "method": method, "workers": where.workers(workers),
         "threads": threads, "global_batch": global_batch, "steps": steps, "epochs": epochs, "recipe": recipe,
+        "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm,
         "seed": seed, "compute": compute, "eval_per_rank": eval_per_rank, "max_restarts": max_restarts,
         "hosts": where.num_hosts, "link": link, **options.parse_settings(settings),
     }  # fmt: skip

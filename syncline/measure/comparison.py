@@ -20,6 +20,7 @@ from syncline.sync import make_sync
 from syncline.sync.batch_norm import attach
 from syncline.training.delays import delays_of
 from syncline.training.loop import Observer
+from syncline.training.settings import step_settings
 from syncline.training.step import Worker, seed_forward, train_step
 from syncline.training.watching import note_memory
 from syncline.workload.data.batches import Batches
@@ -105,8 +106,8 @@ class Comparison:
         sync = make_sync(entry.method, self.communicator, log=self.log, **options)
         module = attach(sync, model, self.plan.batch_norm)
         delays = delays_of(self.plan, self.communicator.rank)
-        settings = (self.plan.optimizer.label_smoothing, delays, self.plan.accumulate)
-        return Worker(model, module, sync, make_optimizer(self.plan, model), self.batches, self.log, *settings)
+        settings = {"delays": delays, "accumulate": self.plan.accumulate, **step_settings(self.plan)}
+        return Worker(model, module, sync, make_optimizer(self.plan, model), self.batches, self.log, **settings)
 
     def _take_turn(self, entry: Contender, worker: Worker | None, round_index: int) -> None:
         shard = self._shard(entry, round_index)

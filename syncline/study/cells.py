@@ -20,6 +20,9 @@ from syncline.study.lab_code import call_identity
 VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker", "batch_per_node")
 """Keys of a study that a plan does not have."""
 
+ADDED: dict[str, dict[str, Any]] = {"optimizer": {"name": "sgd", "betas": None, "eps": None, "clip_norm": None}}
+"""Plan keys that came after the first labs, with what every plan meant before: those leave a digest as it was."""
+
 
 @dataclass(frozen=True)
 class Ground:
@@ -68,7 +71,7 @@ class Cell:
     @property
     def digest(self) -> str:
         """Changes with anything that changes the result, so that no other cell is mistaken for this one."""
-        plan = {**self.plan.model_dump(mode="json"), "compute": self.plan.compute_note}  # wherever the folder lies
+        plan = {**_known_before(self.plan), "compute": self.plan.compute_note}  # wherever the folder lies
         call = call_identity(self.call) if self.call else None
         parts = [self.run, call, list(self.methods), plan, self.round]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -229,6 +232,15 @@ def _placeholder(study: Study, stage: Stage, *, quick: bool) -> Chosen:
     first = next(iter(inherited.values()), {})
     values = {key: grid[key][0] if key in grid else first[key] for key in stage.best_of.keys}
     return dict.fromkeys(itertools.product(*(own[key] for key in stage.best_of.each)), values)
+
+
+def _known_before(plan: Plan) -> dict[str, Any]:
+    """The plan's keys, but for ADDED ones that say what older versions did anyway."""
+    values: dict[str, Any] = plan.model_dump(mode="json")
+    for section, meant in ADDED.items():
+        inner = values[section]
+        values[section] = {key: inner[key] for key in inner if key not in meant or inner[key] != meant[key]}
+    return values
 
 
 def _word(value: Any) -> str:

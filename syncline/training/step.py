@@ -43,11 +43,18 @@ class Worker:
     delays: Delays = NO_DELAYS
     accumulate: int = 1
     """Number of parts that the shard is computed in."""
+    clip_norm: float | None = None
+    """Longest gradient that is applied."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A part of the step in the log; it begins with a pause where the plan injects one."""
         span, pause_s = self.log.span(name), self.delays.pause_s(name, self.log.step)
         return Delayed(span, pause_s) if pause_s else span
+
+    def clip(self) -> None:
+        """Scale down a gradient that is too long. It is the mean over ranks by now, and as long on each of them."""
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ def train_step(worker: Worker, shard: Shard) -> StepResult:
 
     # Every rank holds the same gradient and the same optimiser state, so all copies of the model stay equal.
     with worker.phase("update"):
+        worker.clip()
         worker.optimizer.step()
         worker.optimizer.zero_grad()
     return result

@@ -10,12 +10,18 @@ import math
 import torch
 from torch import nn
 
-from syncline.plan import Optimizer, Plan
+from syncline.optimizers import Optimizer
+from syncline.plan import Plan
 from syncline.workload.models import build_model
 from syncline.workload.recorded import load_times
 from syncline.workload.replay import ReplayedModel, ReplayedOptimizer
 from syncline.workload.tasks import Task
 
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+}
 REFERENCE_BATCH = 256
 START_OF_CYCLE = 1 / 25
 """Of the peak, as in torch's OneCycleLR."""
@@ -45,18 +51,14 @@ def kaiming_fan_out(model: nn.Module, *, seed: int) -> None:
 
 
 def make_optimizer(plan: Plan, model: nn.Module) -> torch.optim.Optimizer:
-    """SGD. Its rate is set before every step."""
+    """The plan's. Its rate is set before every step."""
     if isinstance(model, ReplayedModel):
         return ReplayedOptimizer(model)
     settings = plan.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.SGD(
-        trained if settings.decay_all else _with_and_without_decay(trained),
-        lr=settings.learning_rate,
-        momentum=settings.momentum,
-        weight_decay=settings.weight_decay,
-        nesterov=settings.nesterov,
-    )
+    groups = trained if settings.decay_all else _with_and_without_decay(trained)
+    options = {"lr" if name == "learning_rate" else name: value for name, value in settings.options.items()}
+    return CLASSES[settings.name](groups, **options)
 
 
 def _with_and_without_decay(trained: list[nn.Parameter]) -> list[dict[str, object]]:
