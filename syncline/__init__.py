@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from syncline.spans import EventLog
     from syncline.store import Run, load_run
     from syncline.studies import run_lab, scale, write_report
+    from syncline.workload.data.own import Data
     from syncline.workload.sharding import ShardedBatchSampler, Sharding
 
 __version__ = "0.1.0"
 
 _HOME = {
     "DataParallel": "data_parallel", "convert_sync_batch_norm": "data_parallel",
+    "Data": "workload.data.own",
     "EmulatedHosts": "launcher.places", "Here": "launcher.places", "Nodes": "launcher.places",
     "EventLog": "spans", "Plan": "plan", "Run": "store", "SynclineError": "errors",
     "ShardedBatchSampler": "workload.sharding", "Sharding": "workload.sharding",
@@ -39,10 +41,10 @@ _HOME = {
 }  # fmt: skip
 
 __all__ = [
-    "DataParallel", "EmulatedHosts", "EventLog", "Here", "Loader", "Nodes", "Plan", "Run", "ShardedBatchSampler",
-    "Sharding", "SynclineError", "__version__", "compare", "convert_sync_batch_norm", "explain", "gather", "launch",
-    "load", "load_plan", "load_run", "loader", "mean", "probe", "record", "resume", "run_lab", "save", "scale", "sum",
-    "train", "verify", "write_report",
+    "Data", "DataParallel", "EmulatedHosts", "EventLog", "Here", "Loader", "Nodes", "Plan", "Run",
+    "ShardedBatchSampler", "Sharding", "SynclineError", "__version__", "compare", "convert_sync_batch_norm",
+    "explain", "gather", "launch", "load", "load_plan", "load_run", "loader", "mean", "probe", "record", "resume",
+    "run_lab", "save", "scale", "sum", "train", "verify", "write_report",
 ]  # fmt: skip
 
 

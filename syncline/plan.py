@@ -24,7 +24,7 @@ from syncline.methods import (
     method_of,
 )
 from syncline.optimizers import Optimizer, with_recipe
-from syncline.words import IN_FILES, MODELS, RECIPES
+from syncline.words import DATA, IN_FILES, MODELS, RECIPES
 
 
 class Options(Section):
@@ -83,8 +83,8 @@ class Checkpoint(Section):
 class Plan(Section):
     model: str = "vgg11"
     """A built-in model, or your own as `module:callable`."""
-    data: Literal["auto", "cifar10", "synthetic", "synthetic-ages", "imdb-wiki", "folder", "text"] = "auto"
-    """The data set."""
+    data: str = "auto"
+    """The data set, or your own as `module:callable`."""
     data_dir: str | None = None
     """Folder of the data, or a text file; by default, Syncline searches for CIFAR-10."""
     image_size: int | None = Field(None, ge=8, le=4096)
@@ -158,6 +158,13 @@ class Plan(Section):
     def _model_is_known(cls, value: str) -> str:
         if value not in MODELS and ":" not in value:
             raise ValueError(f"{unknown_value(value, MODELS)} Or give your own as module:callable.")
+        return value
+
+    @field_validator("data")
+    @classmethod
+    def _data_is_known(cls, value: str) -> str:
+        if value not in DATA and ":" not in value:
+            raise ValueError(f"{unknown_value(value, DATA)} Or give your own as module:callable.")
         return value
 
     @field_validator("compute")
@@ -263,6 +270,11 @@ class Plan(Section):
             )
         if self.device != "cpu":
             raise ValueError("replayed compute sleeps on the cpu: choose device cpu.")
+
+    @property
+    def has_own_data(self) -> bool:
+        """The data is a user's own."""
+        return ":" in self.data
 
     @property
     def replayed(self) -> bool:

@@ -39,6 +39,9 @@ def resolve(
 def _chosen_data(plan: Plan, progress: Progress | None) -> tuple[dict[str, Any], str]:
     """What `auto` stands for and where the data is; checked, so that no rank starts with data that it cannot read."""
     check_input(plan)
+    if plan.has_own_data:  # the ranks make it: it may be large
+        folder = {"data_dir": str(Path(plan.data_dir).expanduser().resolve())} if plan.data_dir else {}
+        return folder, f"Your own data {plan.data}."
     if plan.data == "text":
         path = Path(plan.data_dir or "").expanduser().resolve()
         return {"data_dir": str(path)}, read_text(path, sequence_length(plan)).source + "."

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import shutil
 import tempfile
@@ -38,6 +39,7 @@ from syncline.files import locked, write_atomic
 from syncline.machine import cores, installed_bytes, processor
 from syncline.marks import Mark, marks_of
 from syncline.plan import Plan, stored_plan
+from syncline.workload.user_code import search_also
 
 if TYPE_CHECKING:
     import polars
@@ -229,6 +231,7 @@ def create_run(
             f"{path} is not empty.", action="Choose another --run-dir, or resume that run with --resume."
         )
     info = {"format": FORMAT, "kind": kind, "created": now.isoformat(timespec="microseconds"), "status": "running"}
+    info["folder"] = os.getcwd()  # where a model or data of the user's own was found
     info |= more or {}
     made = tuple(folder for folder in (path, *path.parents) if not folder.exists())
     try:
@@ -292,6 +295,8 @@ def resumable_run(path: Path | None) -> RunFolder:
         raise RunFolderError(f"{run.path} is a {info['kind']} run, which cannot be resumed.")
     if info["status"] == "finished":
         raise RunFolderError(f"{run.path} is finished: there is nothing to resume.", action="Start a new run.")
+    if "folder" in info:
+        search_also(Path(info["folder"]))
     return run
 
 

@@ -25,6 +25,7 @@ from syncline.study.file import Study, load_study
 from syncline.study.runner import StudyRun, open_study, study_contents
 from syncline.study.tables import build_table
 from syncline.voice import Show, Voice
+from syncline.workload.user_code import searching
 
 DEFAULT_LINK = "1gbit"
 
@@ -51,10 +52,12 @@ def run_lab(
     arguments += [word for key, value in given.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     arguments += ["--out", str(out)] if out else []
     run = StudyRun(study, folder, Ground(hosts, link), quick, f"syncline lab {shlex.join(arguments)}", Voice(show))
-    run.check()
     about = {"study": str(lab), "quick": quick, "hosts": hosts, "link": link, "settings": given}
-    open_study(folder, study.title, fresh=fresh, **about)
-    return _finished(run, folder / "report", answers=answers)
+    beside = Path(lab) if Path(lab).is_dir() else Path(lab).parent
+    with searching(beside):
+        run.check()
+        open_study(folder, study.title, fresh=fresh, **about)
+        return _finished(run, folder / "report", answers=answers)
 
 
 def scale(

@@ -22,7 +22,7 @@ import torch
 from syncline.accounting.statistics import counted, timing
 from syncline.comm import Communicator
 from syncline.comm.mpi_backend import aborting
-from syncline.errors import DataError, SynclineError
+from syncline.errors import DataError, PlanError, SynclineError
 from syncline.launcher import watch
 from syncline.machine import cores
 from syncline.measure.certify import Certifier
@@ -50,9 +50,10 @@ from syncline.voice import Voice
 from syncline.words import IN_FILES
 from syncline.workload.data.batches import Batches, ImageBatches
 from syncline.workload.data.file_batches import FileBatches, usual_image_size
-from syncline.workload.data.image_index import ImageIndex, digest
+from syncline.workload.data.image_index import digest
 from syncline.workload.data.loading import AheadBatches
 from syncline.workload.data.made import made_batches, text_batches
+from syncline.workload.data.own import OwnBatches, own_batches
 from syncline.workload.data.sources import load_images, load_index
 from syncline.workload.dry_run import check_fit
 from syncline.workload.inputs import is_cifar_shaped, usual_input
@@ -225,7 +226,9 @@ def _batches(rank: Rank, plan: Plan | None = None) -> Batches:
         times = load_times(plan.compute)
         return ReplayedBatches(times.data_s, num_train=times.num_train, source=plan.compute_note)
     inner: Batches
-    if plan.data in IN_FILES:
+    if plan.has_own_data:
+        inner = _own_batches(rank, plan)
+    elif plan.data in IN_FILES:
         inner = _file_batches(rank)
     elif plan.data == "text":
         inner = text_batches(plan)
@@ -245,22 +248,32 @@ def _batches(rank: Rank, plan: Plan | None = None) -> Batches:
 def _file_batches(rank: Rank) -> FileBatches:
     plan = rank.plan
     index = load_index(plan.data, Path(plan.data_dir or ""))
-    _check_same_samples(rank, index)
+    _check_same_samples(rank, digest(index), f"The images in {index.folder}")
     size = plan.image_size or usual_image_size(plan.model)
     return FileBatches(index, size=size, seed=plan.seed, channels_last=plan.channels_last)
 
 
-def _check_same_samples(rank: Rank, index: ImageIndex) -> None:
-    """Hosts may have copies of a folder that differ; a global batch would then mean something else on each."""
-    own_digest = torch.frombuffer(bytearray(digest(index)), dtype=torch.int64).to(rank.communicator.device)
+def _own_batches(rank: Rank, plan: Plan) -> OwnBatches:
+    batches = own_batches(plan)
+    if batches.task.own_loss is not None and plan.optimizer.label_smoothing:
+        raise PlanError(
+            f"recipe {plan.recipe} smooths labels, which the loss of data {plan.data} does not do.",
+            action="Add --set optimizer.label_smoothing=0.",
+        )
+    _check_same_samples(rank, batches.digest(), f"What data {plan.data} gives")
+    return batches
+
+
+def _check_same_samples(rank: Rank, digest: bytes, what: str) -> None:
+    """Hosts may have copies of the data that differ; a global batch would then mean something else on each."""
+    own_digest = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(rank.communicator.device)
     with rank.communicator.scope("same samples"):
         digests = [part.item() for part in rank.communicator.all_gather(own_digest)]
     differing = [number for number, other in enumerate(digests) if other != digests[0]]
     if differing:
         ranks = ", ".join(map(str, differing))
-        raise DataError(
-            f"The images in {index.folder} differ between rank 0 and rank {ranks}.", action="Copy rank 0's."
-        )
+        verb = "differ" if what.startswith("The images") else "differs"
+        raise DataError(f"{what} {verb} between rank 0 and rank {ranks}.", action="Copy rank 0's.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

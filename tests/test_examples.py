@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,25 @@ def test_diff_between_the_examples_is_small() -> None:
     code = [path.read_text().partition('"""\n\nimport torch')[2].splitlines() for path in (PLAIN, PARALLEL)]
     plain, parallel = code
     assert len([line for line in parallel if line.strip() and line not in plain]) <= 7
+
+
+@pytest.fixture
+def parquet_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "parquet"
+    folder.mkdir()
+    shutil.copy(EXAMPLES / "parquet_data.py", folder)
+    subprocess.run([sys.executable, "parquet_data.py"], cwd=folder, check=True)
+    return folder
+
+
+def test_parquet_example_trains_as_its_docstring_says(cli: Cli, parquet_folder: Path) -> None:
+    text = (EXAMPLES / "parquet_data.py").read_text()
+    (command,) = re.findall(r"^    syncline (train .*)$", text, re.MULTILINE)
+    done = cli(*command.split(), "--threads", "1", "--set", "measure.calibration=0", cwd=parquet_folder)
+    assert done.returncode == 0, done.stderr
+    losses = [float(value) for value in re.findall(r"training loss ([\d.]+), margin", done.stdout)]
+    assert len(losses) == 3, done.stdout
+    assert losses[-1] < losses[0]
 
 
 # syncline launch.

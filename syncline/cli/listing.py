@@ -66,7 +66,9 @@ TRIED = 256
 
 
 def data(
-    name: Annotated[str, typer.Argument(help="cifar10, synthetic, auto, imdb-wiki or folder.")] = "cifar10",
+    name: Annotated[
+        str, typer.Argument(help="cifar10, synthetic, auto, imdb-wiki, folder or text; or your own: module:callable.")
+    ] = "cifar10",
     data_dir: options.DataDir = None,
 ) -> None:
     """Find or fetch a data set, and verify it."""
@@ -74,11 +76,27 @@ def data(
 
     plan = load_plan(None, {"data": name, "data_dir": str(data_dir) if data_dir else None})
     plan, sentence = resolve(plan, ranks_per_host=1, progress=Voice("all").fetched)
-    print(sentence)
+    print(_describe_own(plan) if plan.has_own_data else sentence)
     if plan.data in IN_FILES:
         _describe_files(plan)
     where = f" --data-dir {shlex.quote(str(data_dir))}" if data_dir else ""
     print(f"next: syncline train --data {plan.data}{where}")
+
+
+def _describe_own(plan: Plan) -> str:
+    """What a user's callable gives, and what is asked about it."""
+    from syncline.workload.data.own import own_batches
+
+    batches = own_batches(plan)
+    task, (inputs, targets) = batches.task, batches.test(0, 1)
+    each = " and ".join(
+        f"{'x'.join(map(str, tensor.shape[1:])) or 'one'} {str(tensor.dtype).removeprefix('torch.')}"
+        for tensor in (inputs, targets)
+    )
+    loss = getattr(task.own_loss, "__name__", "loss") if task.own_loss else "cross_entropy"
+    return (
+        f"{batches.source} Input and target: {each}. Loss {loss}, metric {task.metric}, {task.num_classes} answers."
+    )
 
 
 def _describe_files(plan: Plan) -> None:

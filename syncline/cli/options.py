@@ -21,7 +21,9 @@ Model = Annotated[
 ]
 Data = Annotated[
     str | None,
-    typer.Option(help="auto, cifar10, synthetic, synthetic-ages, imdb-wiki, folder or text."),
+    typer.Option(
+        help="auto, cifar10, synthetic, synthetic-ages, imdb-wiki, folder or text; or your own: module:callable."
+    ),
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Folder with the data (or set SYNCLINE_DATA).")]
 Workers = Annotated[int | None, typer.Option(help="Number of ranks.")]

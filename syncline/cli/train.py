@@ -108,7 +108,7 @@ def _show(run: Run, *, as_json: bool) -> None:
             f"(first {step['warmup']} discarded), median {format_seconds(step['median_s'])}, "
             f"spread {format_seconds(step['spread_s'])}; {_rate(summary)}"
         )
-    if summary["loading"]:
+    if summary["loading"] and summary["loading"]["samples"]:  # none, where a resumed run had nothing left to do
         print(_loading(summary["loading"]))
     for mark in summary["marks"]:
         print(mark)
@@ -123,5 +123,5 @@ def _loading(loading: dict[str, Any]) -> str:
 
 
 def _rate(summary: dict[str, Any]) -> str:
-    unit = "tokens" if "tokens_per_s" in summary else "images"
+    unit = next(unit for unit in ("tokens", "samples", "images") if f"{unit}_per_s" in summary)
     return f"{summary[f'{unit}_per_s']:.0f} {unit}/s"

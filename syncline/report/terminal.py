@@ -27,13 +27,15 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
 
 
 def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, warmup: int) -> None:
-    columns = ["method", "ranks", "step", _rate_unit(rows), "speed-up", "time/ddp", "loss"]
+    unit = next((unit for unit in ("tokens", "samples") if rows and f"{unit}_per_s" in rows[0]), "images")
+    rate = "img/s" if unit == "images" else f"{unit}/s"
+    columns = ["method", "ranks", "step", rate, "speed-up", "time/ddp", "loss"]
     cells = [
         [
             row["label"],
             f"{row['workers']}x{row['threads']}",
             format_spread(row["step"]["median_s"], row["step"]["spread_s"]),
-            f"{row.get('images_per_s', row.get('tokens_per_s')):.0f}",
+            f"{row[f'{unit}_per_s']:.0f}",
             _ratio(row.get("speedup"), is_baseline=row["label"] == BASELINE),
             _ratio(row.get("ratio_to_ddp"), is_baseline=row["label"] == CONTROL),
             "-" if row["loss"] is None else f"{row['loss']:.3f}",
@@ -47,10 +49,6 @@ def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, 
         "all. = : no difference, 1 lies inside the spread of the ratio."
     )
     print_table(columns, cells, title=title, caption=caption)
-
-
-def _rate_unit(rows: Sequence[dict[str, Any]]) -> str:
-    return "tokens/s" if rows and "tokens_per_s" in rows[0] else "img/s"
 
 
 def _ratio(ratio: dict[str, Any] | None, *, is_baseline: bool) -> str:

@@ -120,7 +120,7 @@ GUESS = Cost(1e9, 10_000_000, 10_000_000, 40_000_000, guessed=True)
 
 def cost_of(plan: Plan) -> Cost:
     """Of the plan's model on inputs of the size and classes that the plan gives."""
-    if ":" in plan.model:
+    if ":" in plan.model or plan.has_own_data:
         return GUESS
     ages = plan.data in ("imdb-wiki", "synthetic-ages")
     return _cost(plan.model, ages, plan.image_size, plan.num_classes, plan.sequence_length)

@@ -65,7 +65,8 @@ def _evaluate_batches(model: nn.Module, batches: Batches, first: int, stride: in
 
 
 def _batch_size(task: Task) -> int:
-    return LARGE_BATCH if task.unit == "tokens" or math.prod(task.input_shape) > LARGE else BATCH
+    tokens = not task.example(0).is_floating_point()
+    return LARGE_BATCH if tokens or math.prod(task.input_shape) > LARGE else BATCH
 
 
 def _total(results: Tensor, batches: Batches) -> Evaluation:

@@ -167,14 +167,14 @@ class Loop:
     def _figures(self, prefix: str, result: Evaluation) -> dict[str, Any]:
         mean = self.task.mean_score(result.score_sum, result.num_samples)
         figures = {"loss": result.loss, self.task.metric: mean, self.task.asked: self._answers(result)}
-        if self.task.metric == "accuracy":
+        if self.task.counts_right_answers:
             figures["correct"] = int(result.score_sum)
         return {f"{prefix}{name}": value for name, value in figures.items()}
 
     def _described(self, result: Evaluation) -> str:
         text = f"loss {result.loss:.4f}, {self.task.describe(result.score_sum, result.num_samples)}"
         return text + (
-            f" ({int(result.score_sum)}/{self._answers(result)})" if self.task.metric == "accuracy" else ""
+            f" ({int(result.score_sum)}/{self._answers(result)})" if self.task.counts_right_answers else ""
         )
 
     def _answers(self, result: Evaluation) -> int:

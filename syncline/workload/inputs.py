@@ -65,8 +65,9 @@ def is_cifar_shaped(plan: Plan) -> bool:
 def check_input(plan: Plan) -> None:
     """Refuse data that the model cannot read, and keys that the data has no use for."""
     usual = usual_input(plan.model)
+    own = plan.has_own_data
     texts = plan.data == "text" or (plan.data in ("auto", "synthetic") and usual.unit == "tokens")
-    if plan.model in USUAL and texts != (usual.unit == "tokens"):
+    if plan.model in USUAL and not own and texts != (usual.unit == "tokens"):
         kind = "texts" if usual.unit == "tokens" else "images"
         fitting = "text or synthetic" if usual.unit == "tokens" else "cifar10 or synthetic"
         raise PlanError(
@@ -75,7 +76,7 @@ def check_input(plan: Plan) -> None:
     if plan.data == "text" and plan.data_dir is None:
         raise PlanError("data text needs a text.", action="Give the file, or a folder of .txt files, as data_dir.")
     useless = {
-        "image_size": texts,
+        "image_size": texts or own,
         "sequence_length": not texts,
         "num_classes": plan.data not in ("synthetic", "auto"),
     }

@@ -36,23 +36,35 @@ class Task:
     """Of one sample: channels, rows, columns; or the length of a text."""
     score: Callable[[Tensor, Tensor], Tensor]
     """score(answer, targets): summed over all answers, as a tensor of one number; see `metric`."""
-    metric: Literal["accuracy", "absolute_error"] = "accuracy"
-    """What the mean of the scores is: the share of right answers, or the mean distance in years."""
-    unit: Literal["images", "tokens"] = "images"
+    metric: str = "accuracy"
+    """What the mean of the scores is: accuracy, the share of right answers; absolute_error, the mean distance in
+    years; or the name of a user's own."""
+    unit: Literal["images", "tokens", "samples"] = "images"
     """What throughput counts."""
     answers_per_sample: int = 1
+    own_loss: Callable[[Any, Tensor], Tensor] | None = None
+    """A user's own: loss(outputs, targets), the mean over these samples."""
+    own_metric: bool = False
+    """The score is given the outputs as they are."""
+    input_dtype: torch.dtype | None = None
+    """Of inputs, where the unit does not tell."""
+
+    @property
+    def counts_right_answers(self) -> bool:
+        """The sum of the scores is a number of right answers."""
+        return self.metric == "accuracy" and not self.own_metric
 
     @property
     def asked(self) -> str:
         """What there is one answer for."""
-        return "images" if self.unit == "images" else "masked_tokens"
+        return "masked_tokens" if self.unit == "tokens" else self.unit
 
     @property
     def units_per_sample(self) -> int:
-        return 1 if self.unit == "images" else self.input_shape[0]
+        return self.input_shape[0] if self.unit == "tokens" else 1
 
     def throughput(self, num_samples: int, seconds: float) -> dict[str, float]:
-        """`images_per_s` or `tokens_per_s`, for summaries."""
+        """`images_per_s`, `tokens_per_s` or `samples_per_s`, for summaries."""
         return {f"{self.unit}_per_s": num_samples * self.units_per_sample / seconds}
 
     def loss(
@@ -64,6 +76,9 @@ class Task:
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """Mean or sum over the answers of these samples; the heads of a model that has several are added up."""
+        if self.own_loss is not None:
+            loss = self.own_loss(outputs, targets)
+            return loss * len(targets) if reduction == "sum" else loss
         answer, *auxiliary = _heads(outputs)
         loss = _cross_entropy(answer, targets, reduction, label_smoothing)
         for head in auxiliary:
@@ -73,16 +88,21 @@ class Task:
     def score_sum(self, outputs: Any, targets: Tensor) -> float:
         """Right answers, or years of error, in all of these samples."""
         with torch.no_grad():
-            return float(self.score(_heads(outputs)[0], targets))
+            return float(self.score(outputs if self.own_metric else _heads(outputs)[0], targets))
 
     def example(self, count: int) -> Tensor:
         """Inputs of the right shape and kind, all zero, on torch's default device."""
-        return torch.zeros(count, *self.input_shape, dtype=torch.float32 if self.unit == "images" else torch.int64)
+        dtype = self.input_dtype or (torch.int64 if self.unit == "tokens" else torch.float32)
+        return torch.zeros(count, *self.input_shape, dtype=dtype)
 
     def describe(self, score_sum: float, num_samples: int) -> str:
         """For people: `accuracy 71.20%`, `mean absolute error 6.31 years`."""
         mean = self.mean_score(score_sum, num_samples)
-        return f"accuracy {mean:.2%}" if self.metric == "accuracy" else f"mean absolute error {mean:.2f} years"
+        if self.counts_right_answers:
+            return f"accuracy {mean:.2%}"
+        if self.metric == "absolute_error":
+            return f"mean absolute error {mean:.2f} years"
+        return f"{self.metric.replace('_', ' ')} {mean:.4g}"
 
     def mean_score(self, score_sum: float, num_samples: int) -> float:
         return score_sum / (num_samples * self.answers_per_sample)
@@ -90,7 +110,7 @@ class Task:
 
 def classification(num_classes: int, input_shape: tuple[int, ...]) -> Task:
     """Images into classes."""
-    return Task("classification", num_classes, input_shape, _right_answers)
+    return Task("classification", num_classes, input_shape, right_answers)
 
 
 def age_estimation(input_shape: tuple[int, ...]) -> Task:
@@ -100,9 +120,7 @@ def age_estimation(input_shape: tuple[int, ...]) -> Task:
 
 def masked_language(vocabulary: int, length: int, num_masked: int) -> Task:
     """Texts with `num_masked` tokens to guess in each; targets are NO_ANSWER at all others."""
-    return Task(
-        "masked language", vocabulary, (length,), _right_answers, unit="tokens", answers_per_sample=num_masked
-    )
+    return Task("masked language", vocabulary, (length,), right_answers, unit="tokens", answers_per_sample=num_masked)
 
 
 def _heads(outputs: Any) -> list[Tensor]:
@@ -125,7 +143,7 @@ def _cross_entropy(answer: Tensor, targets: Tensor, reduction: str, label_smooth
     )
 
 
-def _right_answers(answer: Tensor, targets: Tensor) -> Tensor:
+def right_answers(answer: Tensor, targets: Tensor) -> Tensor:
     return (answer.argmax(-1) == targets).sum()  # no class is NO_ANSWER
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +17,7 @@ from syncline.workload.models.inception import InceptionV3
 from syncline.workload.models.resnet import resnet18, resnet18_imagenet, resnet50
 from syncline.workload.models.vgg import VGG11, VGG16, vgg11_quarter
 from syncline.workload.tasks import Task, classification, masked_language
+from syncline.workload.user_code import accepted, load_callable, parameters_of
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "vgg11": VGG11,
@@ -43,7 +41,7 @@ def build_model(name: str, *, seed: int, channels_last: bool = False, task: Task
 
     Its width at the end and, where the model depends on it, its input come from the task.
     """
-    builder = BUILDERS.get(name) or _user_builder(name)
+    builder: Callable[..., nn.Module] = BUILDERS.get(name) or load_callable(name, "model")
     task = task or usual_task(name)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -71,29 +69,6 @@ def _accepted(builder: Callable[..., nn.Module], offered: dict[str, Any]) -> dic
 
     A function with `**kwargs` gets num_classes: torchvision's and timm's take it that way.
     """
-    try:
-        parameters = inspect.signature(builder).parameters
-    except ValueError:  # one of those written in C that do not say
-        return {}
-    names = set(parameters)
-    if not inspect.isclass(builder) and any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    ):
-        names.add("num_classes")
-    return {name: value for name, value in offered.items() if name in names}
-
-
-def _user_builder(name: str) -> Callable[..., nn.Module]:
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python script.py` would: people keep the model where they stand
-    try:
-        builder = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise PlanError(
-            f"cannot load model {name!r}: {error}.",
-            action="Give module:callable, with the module in this folder or on PYTHONPATH.",
-        ) from error
-    if not callable(builder):
-        raise PlanError(f"model {name!r} is not callable.", action="Give a class or a function.")
-    return builder  # type: ignore[no-any-return]
+    kinds = {parameter.kind for parameter in parameters_of(builder).values()}
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds and not inspect.isclass(builder)
+    return accepted(builder, offered) | ({"num_classes": offered["num_classes"]} if takes_any else {})
