@@ -77,12 +77,11 @@ def close_all_but(keep: list[int]) -> None:
 
 def run_verb() -> NoReturn:
     """Without the interpreter's own end: to free all that is loaded takes a second, more than most commands need."""
-    from syncline.cli import main
     from syncline.launcher.rank_life import wind_down
 
     code: Any = 0
     try:
-        main()
+        run_command(sys.argv[1:])
     except SystemExit as leaving:
         code = leaving.code or 0
     except BaseException:
@@ -92,6 +91,13 @@ def run_verb() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def run_command(arguments: list[str]) -> None:
+    from syncline.cli import main as syncline
+
+    sys.argv[1:] = arguments
+    syncline()
 
 
 def main() -> None:

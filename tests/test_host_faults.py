@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cli_server import run_command
 from conftest import (
     SYNCLINE,
     USER_MODEL,
@@ -26,6 +27,7 @@ from conftest import (
 )
 
 from syncline.launcher.emulation import EmulatedCluster, HostProcess
+from syncline.launcher.places import PRELOAD
 from syncline.store import RunFolder
 
 PLAN = (
@@ -43,7 +45,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cluster() -> Iterator[EmulatedCluster]:
-    with EmulatedCluster(2, [1e9, 1e9]) as two_hosts:
+    with EmulatedCluster(2, [1e9, 1e9], preload=("syncline.cli.train", *PRELOAD)) as two_hosts:
         yield two_hosts
 
 
@@ -57,7 +59,7 @@ def start(cluster: EmulatedCluster, host: int, workplace: Path, run: RunFolder, 
 
 
 class Node:
-    """`syncline train` on one host, as somebody at that machine would start it."""
+    """`syncline train` on one host, as somebody at that machine would start it, with torch loaded already."""
 
     def __init__(
         self,
@@ -71,8 +73,8 @@ class Node:
         self.log = run.path.with_name(f"{run.path.name}-node-{host}.log")
         place = ("--nodes", "2", "--node-rank", str(host), "--rendezvous", f"{cluster.name(0)}:29500")
         with self.log.open("ab") as log:
-            self.process: HostProcess = cluster.popen(
-                host, [SYNCLINE, "train", *PLAN, *place, *arguments, "--run-dir", str(run.path)],
+            self.process: HostProcess = cluster.call(
+                host, run_command, ["train", *PLAN, *place, *arguments, "--run-dir", str(run.path)],
                 env=environment(workplace, TMPDIR="/dev/shm", **extra), cwd=workplace,
                 stdout=subprocess.DEVNULL, stderr=log,
             )  # fmt: skip
