@@ -32,7 +32,7 @@ from syncline.measure.probing import run_probe
 from syncline.methods import BASELINE
 from syncline.plan import Plan, load_plan
 from syncline.rank import Rank, backend_of, joined, place_of
-from syncline.report.display import Display
+from syncline.report.terminal import Display
 from syncline.resolve import resolve
 from syncline.running import keeping, write_result
 from syncline.store import RunFolder, create_run, resumable_run

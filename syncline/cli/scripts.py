@@ -1,4 +1,4 @@
-"""syncline cluster: emulated hosts for any script."""
+"""syncline launch and cluster: run any script on many ranks, here or on emulated hosts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,32 @@ from syncline.cli import options
 from syncline.errors import RankFailed, UsageError
 from syncline.launcher.emulation import EmulatedCluster, parse_links
 from syncline.launcher.emulation.network import host_name
+
+
+def launch(
+    script: Annotated[Path, typer.Argument(help="A Python script, for example one with syncline.DataParallel.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    workers: Annotated[int, typer.Option(help="Number of ranks.")] = 2,
+    threads: options.Threads = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the output of ranks other than 0; default: a temporary one, which is printed."),
+    ] = None,
+    all_ranks: Annotated[
+        bool, typer.Option("--all-ranks", help="Show every rank's output, not only rank 0's.")
+    ] = False,
+    port: options.Port = 0,
+) -> None:
+    """Run a script on every rank, as torchrun would.
+
+    Options of the script come after `--`.
+    """
+    from syncline.launcher.here.script import launch_script
+
+    launch_script(
+        script, arguments or [], workers=workers, threads=threads, log_dir=log_dir, port=port, all_ranks=all_ranks
+    )
+
 
 cluster = typer.Typer(help="Emulated hosts on this machine, joined by links of a given rate.", no_args_is_help=True)
 
