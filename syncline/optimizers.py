@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from syncline.forms import Section
-from syncline.words import OPTIMIZERS, RECIPES, RECIPES_OF_TEN_EPOCHS
+from syncline.words import DEFAULT_RECIPES, MODELS, OPTIMIZERS, RECIPES, RECIPES_OF_TEN_EPOCHS
 
 SHARED = ("decay_all", "schedule", "peak_at", "warmup", "warmup_epochs", "label_smoothing", "init", "clip_norm")
 """What a recipe says for any optimiser. The rest, such as its rate, holds for the recipe's own optimiser only."""
@@ -87,12 +87,18 @@ class Optimizer(Section):
         return {option: getattr(self, option) for option in OPTIMIZERS[self.name]}
 
 
-def with_recipe(given: Mapping[str, Any], recipe: str, *, epochs: Any) -> dict[str, Any]:
+def with_recipe(given: Mapping[str, Any], recipe: str, *, model: Any, data: Any, epochs: Any) -> dict[str, Any]:
     """The [optimizer] of a plan with what its recipe says about the keys that are not given."""
     says = {**RECIPES[recipe]}
+    if recipe == "default":
+        says |= DEFAULT_RECIPES["texts" if reads_texts(model, data) else "images"]
     if isinstance(epochs, int) and epochs >= 10:
         says |= RECIPES_OF_TEN_EPOCHS.get(recipe, {})
     own = says.get("name", "sgd")
     if given.get("name", own) != own:
         says = {key: value for key, value in says.items() if key in SHARED}
     return {**says, **given}
+
+
+def reads_texts(model: Any, data: Any) -> bool:
+    return data == "text" or (isinstance(model, str) and model in MODELS and MODELS[model].texts)

@@ -23,7 +23,7 @@ from syncline.methods import (
     current_name,
     method_of,
 )
-from syncline.optimizers import Optimizer, with_recipe
+from syncline.optimizers import Optimizer, reads_texts, with_recipe
 from syncline.words import DATA, IN_FILES, MODELS, RECIPES
 
 
@@ -117,8 +117,9 @@ class Plan(Section):
     """Steps to train. Give steps or epochs, not both."""
     epochs: int | None = Field(None, ge=1)
     """Passes over the training set; default 1."""
-    recipe: Literal["course", "fast", "large-batch"] = "course"
-    """Optimiser settings by name: constant rate, one-cycle, or scaled rate with warm-up; see docs/recipes.md."""
+    recipe: Literal["default", "course", "fast", "large-batch"] = "default"
+    """Optimiser settings by name: what suits the model, a constant rate, one-cycle, or a scaled rate and warm-up; see
+    docs/recipes.md."""
     optimizer: Optimizer = Optimizer()
     seed: int = Field(5000, ge=0, lt=2**63)
     """Seed of all randomness: weights, order of samples, augmentation."""
@@ -187,9 +188,10 @@ class Plan(Section):
             filled.setdefault("workers", filled["hosts"])
         if "steps" not in filled:
             filled.setdefault("epochs", 1)
-        optimizer, recipe = filled.get("optimizer", {}), filled.get("recipe", "course")
+        optimizer, recipe = filled.get("optimizer", {}), filled.get("recipe", "default")
         if isinstance(optimizer, Mapping) and recipe in RECIPES:
-            filled["optimizer"] = with_recipe(optimizer, recipe, epochs=filled.get("epochs"))
+            about = {key: filled.get(key) for key in ("model", "data", "epochs")}
+            filled["optimizer"] = with_recipe(optimizer, recipe, **about)
         filled.setdefault("backend", "nccl" if filled.get("device") == "cuda" else "gloo")
         return filled
 
@@ -304,10 +306,13 @@ class Plan(Section):
         return parse_plan({**self._values_under(changes), **changes})
 
     def _values_under(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """What these changes leave of the plan: another recipe or optimiser brings settings of its own."""
+        """What these changes leave of the plan: another recipe or optimiser brings settings of its own, and where the
+        recipe is the default, so do texts in place of images."""
         values = self.model_dump(exclude_none=True)
         now = {"recipe": self.recipe, "optimizer.name": self.optimizer.name}
-        if any(changes.get(key, value) != value for key, value in now.items()):
+        other = any(changes.get(key, value) != value for key, value in now.items())
+        then = (changes.get("model", self.model), changes.get("data", self.data))
+        if other or (self.recipe == "default" and reads_texts(*then) != reads_texts(self.model, self.data)):
             del values["optimizer"]
         return values
 
@@ -353,8 +358,8 @@ def load_plan(source: Plan | Path | None, overrides: Mapping[str, Any]) -> Plan:
 
 
 def stored_plan(path: Path) -> Plan:
-    """The plan in a run folder, including those of earlier versions."""
-    return parse_plan(_read_toml(path))
+    """The plan in a run folder, including those of earlier versions; the first had no recipes, and was `course`."""
+    return parse_plan({"recipe": "course", **_read_toml(path)})
 
 
 def parse_plan(values: Mapping[str, Any]) -> Plan:

@@ -16,6 +16,8 @@ class Model:
 
     description: str
     num_parameters: int
+    texts: bool = False
+    """It reads texts, not images."""
 
     @property
     def about(self) -> str:
@@ -30,8 +32,8 @@ MODELS = {
     "resnet18-imagenet": Model("ResNet-18 for 224x224 images", 11_689_512),
     "resnet50": Model("ResNet-50 for 224x224 images", 25_557_032),
     "inception-v3": Model("Inception-v3 for 299x299 images with its auxiliary head", 27_161_264),
-    "bert-base": Model("BERT that guesses masked tokens, 12 layers", 109_514_298),
-    "bert-small": Model("BERT that guesses masked tokens, 4 layers", 28_795_194),
+    "bert-base": Model("BERT that guesses masked tokens, 12 layers", 109_514_298, texts=True),
+    "bert-small": Model("BERT that guesses masked tokens, 4 layers", 28_795_194, texts=True),
     "cnn": Model("a small convolutional network without batch norm, where every method equals one worker", 25_578),
     "mlp": Model("two linear layers: the smallest thing that learns", 197_322),
 }
@@ -55,6 +57,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 """Optimisers by name, with the options that each has and their defaults."""
 
 RECIPES: dict[str, dict[str, Any]] = {
+    "default": {},
     "course": {"learning_rate": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
     "fast": {
         "learning_rate": 0.02, "linear_scaling": True, "schedule": "one-cycle", "peak_at": 0.25,
@@ -68,5 +71,16 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Optimiser settings by name; other settings have Optimizer's defaults. docs/recipes.md gives the reasons."""
+DEFAULT_RECIPES: dict[str, dict[str, Any]] = {
+    "images": {
+        "learning_rate": 0.02, "linear_scaling": True, "schedule": "one-cycle", "peak_at": 0.25,
+        "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "decay_all": False,
+    },
+    "texts": {
+        "name": "adamw", "learning_rate": 5e-4, "schedule": "one-cycle", "peak_at": 0.1,
+        "betas": (0.9, 0.999), "weight_decay": 0.01, "decay_all": False,
+    },
+}  # fmt: skip
+"""Recipe `default`, by what the model reads."""
 RECIPES_OF_TEN_EPOCHS: dict[str, dict[str, Any]] = {"fast": {"learning_rate": 0.05}}
 """Changes for runs of ten epochs or more, whose slower ramp tolerates a higher peak."""

@@ -194,7 +194,8 @@ def test_wrong_model_is_a_plan_error(name: str, words: str, user_module: str) ->
 
 
 def test_recipe_is_the_plans_and_skips_frozen_parameters() -> None:
-    plan = Plan(model="cnn", seed=4, optimizer={"learning_rate": 0.2, "momentum": 0.5, "weight_decay": 0.01})
+    settings = {"learning_rate": 0.2, "momentum": 0.5, "weight_decay": 0.01}
+    plan = Plan(model="cnn", seed=4, recipe="course", optimizer=settings)  # type: ignore[arg-type]
     model = make_model(plan, torch.device("cpu"))
     assert model.training
     model[0].requires_grad_(False)
@@ -203,7 +204,7 @@ def test_recipe_is_the_plans_and_skips_frozen_parameters() -> None:
     assert len(group["params"]) == 4
 
 
-def test_recipe_of_the_course_is_the_default() -> None:
+def test_plan_of_defaults() -> None:
     plan = Plan()
-    assert (plan.optimizer.learning_rate, plan.optimizer.momentum, plan.optimizer.weight_decay) == (0.1, 0.9, 1e-4)
+    assert (plan.recipe, plan.optimizer.learning_rate, plan.optimizer.momentum) == ("default", 0.02, 0.9)
     assert (plan.model, plan.global_batch, plan.seed, plan.log_every) == ("vgg11", 256, 5000, 20)

@@ -13,7 +13,10 @@ from torch import nn
 from syncline.errors import PlanError
 from syncline.optimizers import Optimizer
 from syncline.plan import Plan, load_plan, parse_plan
-from syncline.words import RECIPES
+from syncline.study.file import load_study
+from syncline.study.lab_code import built_in_labs
+from syncline.words import MODELS, RECIPES
+from syncline.workload.inputs import USUAL
 from syncline.workload.models import build_model
 from syncline.workload.recipes import kaiming_fan_out, learning_rate, make_model, make_optimizer, set_learning_rate
 
@@ -23,7 +26,7 @@ def rates(total: int = 100, batch: int = 256, per_epoch: int = 10, **settings: A
 
 
 def test_course_is_what_it_was() -> None:
-    plan = Plan()
+    plan = Plan(recipe="course")
     assert plan.optimizer == Optimizer() == Optimizer(**RECIPES["course"])
     assert set(rates(batch=8192)) == {0.1}
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -34,7 +37,7 @@ def test_course_is_what_it_was() -> None:
         False,
         4,
     )
-    kept = make_model(Plan(model="cnn"), torch.device("cpu"))
+    kept = make_model(Plan(model="cnn", recipe="course"), torch.device("cpu"))
     assert torch.equal(kept[0].weight, build_model("cnn", seed=5000)[0].weight)
 
 
@@ -47,13 +50,37 @@ def test_recipe_gives_the_settings_that_are_not_given() -> None:
     assert Plan().replace(recipe="fast").optimizer == Plan(recipe="fast").optimizer
 
 
+def test_default_suits_what_the_model_reads() -> None:
+    images = Plan().optimizer
+    assert (images.name, images.learning_rate, images.linear_scaling, images.decay_all) == ("sgd", 0.02, True, False)
+    texts = Plan(model="bert-small").optimizer
+    assert (texts.name, texts.schedule, texts.linear_scaling, texts.decay_all) == ("adamw", "one-cycle", False, False)
+    assert Plan(model="my.module:build", data="text", data_dir="x").optimizer == texts
+    assert {name for name, model in MODELS.items() if model.texts} == {
+        name for name, usual in USUAL.items() if usual.unit == "tokens"
+    }
+    given = Plan(optimizer={"learning_rate": 0.5})
+    assert given.replace(data="synthetic").optimizer == given.optimizer, "settings that were given stay"
+    assert given.replace(model="bert-base").optimizer == texts
+    assert load_plan(given, {"model": "bert-base", "optimizer.eps": 1e-6}).optimizer.eps == 1e-6
+
+
+@pytest.mark.parametrize("lab", built_in_labs())
+def test_every_stage_of_a_lab_says_its_recipe(lab: str) -> None:
+    """What a lab trains with does not change with the defaults."""
+    _, study = load_study(lab)
+    for stage in study.stage:
+        recipe = {**study.plan, **stage.plan}.get("recipe")
+        assert recipe == ("fast" if (lab, stage.name) == ("cs744", "train") else "course"), stage.name
+
+
 def test_peak_of_fast_is_higher_where_the_ramp_is_slow() -> None:
     peaks = [parse_plan({"recipe": "fast", "epochs": epochs}).optimizer.learning_rate for epochs in (1, 9, 10, 30)]
     assert peaks == [0.02, 0.02, 0.05, 0.05]
     assert parse_plan({"recipe": "fast", "steps": 9999}).optimizer.learning_rate == 0.02
     given = parse_plan({"recipe": "fast", "epochs": 10, "optimizer": {"learning_rate": 0.01}})
     assert given.optimizer.learning_rate == 0.01
-    assert parse_plan({"epochs": 10}).optimizer == Optimizer()
+    assert parse_plan({"recipe": "course", "epochs": 10}).optimizer == Optimizer()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,9 @@ def train(
     global_batch: options.GlobalBatch = None,
     steps: Annotated[int | None, typer.Option(help="Steps to train.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the training set; default 1.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="Optimiser settings: course, fast or large-batch.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Optimiser settings: default, course, fast or large-batch.")
+    ] = None,
     optimizer: options.OptimizerName = None,
     clip_norm: options.ClipNorm = None,
     seed: options.Seed = None,
