@@ -15,6 +15,7 @@ before one update are one step. A forward without gradients (evaluation) belongs
 from __future__ import annotations
 
 import json
+import multiprocessing
 import time
 import weakref
 from collections.abc import Callable
@@ -62,6 +63,7 @@ class Recording:
     """`path` is the run folder, once the block has begun; `notes` says what cannot be seen."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path | None) -> None:
+        _check(model, optimizer)
         self.model = model
         self.optimizer = optimizer
         self.notes: list[str] = []
@@ -128,6 +130,17 @@ class Recording:
         }
 
 
+def _check(model: object, optimizer: object) -> None:
+    needed = ((model, nn.Module, "the model that your loop calls"),
+              (optimizer, torch.optim.Optimizer, "the optimizer: its step() ends a step"))  # fmt: skip
+    for given, kind, what in needed:
+        if not isinstance(given, kind):
+            raise UsageError(
+                f"record needs {what}, but got {'None' if given is None else f'a {type(given).__name__}'}.",
+                action="Call syncline.record(model, optimizer).",
+            )
+
+
 class _Steps:
     """From hooks to phases and steps. All stamps are of the thread that runs the loop, or of its backward."""
 
@@ -138,6 +151,7 @@ class _Steps:
         self._open = False
         self._step_start = self._free_since = time.monotonic_ns()
         """Since when nothing that is recorded has been going on: what follows until forward is data."""
+        self._children = _pids_of_children()
         self._forward_start: int | None = None
         self._backward_start: int | None = None
         self._last_ready: int | None = None
@@ -163,6 +177,7 @@ class _Steps:
             self._log.step = self._number
             self._step_start = self._free_since
         self._phase("data", self._free_since, now)
+        self._note_loader()
         self._forward_start = self._free_since = now
 
     def _on_output(self, _model: nn.Module, _inputs: Any, outputs: Any) -> None:
@@ -231,6 +246,13 @@ class _Steps:
         self._backward_start = self._last_ready = self._forward_start = None
         self._free_since = now
 
+    def _note_loader(self) -> None:
+        """Processes that were not there at the last forward are a data loader's: it starts them for each epoch."""
+        children = _pids_of_children()
+        if children - self._children:
+            self._log.add("loader", started=len(children - self._children))
+        self._children = children
+
     def _phase(self, name: str, start: int, end: int) -> None:
         self._log.add("phase", name=name, start=start, end=end)
 
@@ -287,6 +309,10 @@ class _World:
         if "error" in message:
             raise RunFolderError(message["error"], action=message["action"])
         return RunFolder(Path(message["path"]))
+
+
+def _pids_of_children() -> set[int | None]:
+    return {child.pid for child in multiprocessing.active_children()}
 
 
 def _from_rank_0(communicator: Communicator, message: dict[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import pytest
 
 from syncline.accounting.advice import RULES, Facts, advise, verdict
 from syncline.accounting.breakdown import PARTS, Breakdown, BucketMeans, RankMeans
+from syncline.accounting.outliers import Outliers
 from syncline.accounting.stragglers import Disagreement, Straggler
 
 
@@ -23,6 +24,7 @@ def facts(
     cores: int | None = 2,
     threads: int = 1,
     options: dict[str, Any] | None = None,
+    outliers: list[Outliers] | None = None,
     **milliseconds: float,
 ) -> Facts:
     """Parts in milliseconds; buckets as (bytes, exposed wire in milliseconds)."""
@@ -32,7 +34,7 @@ def facts(
     means = [BucketMeans(f"bucket {i}", size, wire / 1e3, wire / 1e3) for i, (size, wire) in enumerate(buckets or [])]
     own = Breakdown(10, step_s, step_s, parts, 0.0, overlap, ranks, [], means)
     counts = dict.fromkeys(range(workers), threads)
-    return Facts(method, own, stragglers or [], disagreement, hosts, cores, counts, options or {})
+    return Facts(method, own, stragglers or [], disagreement, hosts, cores, counts, options or {}, outliers or [])
 
 
 LATE = Straggler(
@@ -40,6 +42,8 @@ LATE = Straggler(
 )
 SLOW = Straggler(1, "data", 0.05, 4, 10, waited_s=0.02, waited_share=0.07, saves_s=0.02, threads=1, others_threads=4)
 APART = Disagreement(1, 1.4, 0, 0.89, "wait", 0.5)
+STARTS = Outliers([10, 20], 29, "data", 1, step_s=0.6, usual_s=0.1, lost_s=0.034, loader_starts=True)
+HICCUP = Outliers(list(range(6)), 60, "update", 1, step_s=0.3, usual_s=0.1, lost_s=0.02, loader_starts=False)
 QUIET = {"forward": 30.0, "backward": 40.0, "update": 8.0, "pack": 5.0, "wait": 5.0, "wire": 8.0, "other": 4.0}
 
 SPEAKS: dict[str, tuple[Facts, list[str], float | None]] = {
@@ -52,6 +56,11 @@ SPEAKS: dict[str, tuple[Facts, list[str], float | None]] = {
         facts(**QUIET, stragglers=[LATE]),
         ["Rank 2 is late in backward by 210 ms in every step", "the others wait 18% of the time", "at most 150 ms"],
         0.15,
+    ),
+    "slow steps": (
+        facts(**QUIET, outliers=[STARTS]),
+        ["2 of 29 steps (10, 20) took 600 ms instead of 100 ms", "persistent_workers=True", "at most 34.0 ms"],
+        0.034,
     ),
     "waiting": (
         facts(forward=40, backward=40, wait=20, workers=4, threads=1, hosts=1),
@@ -92,6 +101,7 @@ SPEAKS: dict[str, tuple[Facts, list[str], float | None]] = {
 SILENT: dict[str, list[Facts]] = {
     "mostly compute": [facts(**QUIET)],
     "straggler": [facts(**QUIET)],
+    "slow steps": [facts(**QUIET)],
     "waiting": [
         facts(**QUIET),
         # A straggler explains it: 200 ms on each of the others, one of two ranks.
@@ -156,6 +166,13 @@ def test_straggler_with_fewer_threads_and_not_every_step() -> None:
     text = rules_of(facts(**QUIET, stragglers=[SLOW]))["straggler"].text
     assert "late in data by 50.0 ms in 4 of 10 steps" in text
     assert "it has 1 thread, the others 4" in text
+
+
+def test_slow_steps_without_a_loader_name_part_and_rank() -> None:
+    text = rules_of(facts(**QUIET, outliers=[HICCUP]))["slow steps"].text
+    assert text.startswith(
+        "6 of 60 steps (0, 1, 2, 3, 4, …) took 300 ms instead of 100 ms, most of it in update on rank 1."
+    )
 
 
 def test_one_bucket_of_an_overlapping_method_is_told_to_be_smaller() -> None:

@@ -143,6 +143,36 @@ def test_step_without_phases_of_its_own_is_other() -> None:
     assert parts(found) == {"other": 95}
 
 
+def several_averages(late: float = 0.0) -> RankStep:
+    """Three backwards in one step, each averaged: 10 data and forward, 20 backward, 5 sync, then 5 update."""
+    phases, transfers, now = [], [], 0.0
+    for _ in range(3):
+        for name, length in (("forward", 10.0), ("backward", 20.0 + late)):
+            phases.append(Phase(name, round(now * MS), round((now + length) * MS)))
+            now += length
+        end = now + 5 + (10.0 if not late else 0.0)
+        phases.append(Phase("sync", round(now * MS), round(end * MS)))
+        transfers.append(Transfer("shared_memory", "all", 100, *(round(time * MS) for time in (now, now, end))))
+        now = end
+    phases.append(Phase("update", round(now * MS), round((now + 5) * MS)))
+    return RankStep(int(late > 0), 0, round((now + 5) * MS), tuple(phases), tuple(transfers))
+
+
+def test_step_with_several_averages_has_a_window_for_each() -> None:
+    """Rank 1 is 10 late in each backward. Its own wire is 5 each time; rank 0 waits 10 before that."""
+    step = step_of(several_averages(), several_averages(10.0))
+    found = break_down(step)
+    assert parts(found[0]) == {"forward": 30, "backward": 60, "wait": 30, "wire": 15, "update": 5}
+    assert parts(found[1]) == {"forward": 30, "backward": 90, "wire": 15, "update": 5}
+    assert {wait.rank for wait in found[0].waits} == {1}
+    assert found[0].wire == {"all": 15 * MS}
+    assert (found[0].hidden, found[1].hidden) == (0, 0)
+    summary = summarise([step], [found])
+    assert summary is not None
+    (bucket,) = summary.buckets
+    assert (bucket.wire_s, bucket.duration_s) == (pytest.approx(0.015), pytest.approx(0.005))
+
+
 def test_means_add_up_and_the_median_is_of_the_slowest_rank() -> None:
     steps = []
     for number in range(3):

@@ -197,6 +197,31 @@ def test_folder_is_made_up_or_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not any(hooks_of(model, optimizer))
 
 
+@pytest.mark.parametrize(
+    ("model", "optimizer", "words"),
+    [
+        (Net(), None, r"record needs the optimizer: its step\(\) ends a step, but got None"),
+        (Net(), Net().parameters(), "needs the optimizer: .* but got a generator"),
+        (None, made()[1], "needs the model that your loop calls, but got None"),
+    ],
+)
+def test_what_record_needs_is_said(model: Any, optimizer: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        syncline.record(model, optimizer)
+
+
+def test_step_in_which_a_loader_starts_its_workers_is_noted(tmp_path: Path) -> None:
+    model, optimizer = made()
+    loader = torch.utils.data.DataLoader(torch.ones(6, 4), batch_size=2, num_workers=1)
+    with syncline.record(model, optimizer, tmp_path / "run"):
+        for _ in range(2):
+            for batch in loader:
+                model(batch).sum().backward()
+                optimizer.step()
+    noted = [(one["step"], one["started"]) for one in records_of(tmp_path / "run") if one["kind"] == "loader"]
+    assert noted == [(0, 1), (3, 1)]
+
+
 # Many ranks.
 
 

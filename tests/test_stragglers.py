@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from event_logs import rank_step, step_of
 
@@ -117,6 +119,17 @@ def test_fewer_threads_are_named() -> None:
 )  # fmt: skip
 def test_no_straggler(steps: list[Step]) -> None:
     assert (found_in(steps) if steps else find_stragglers([], [], {})) == []
+
+
+def test_late_rank_that_nobody_waits_for_is_no_straggler() -> None:
+    """Nothing is sent between these ranks, so what one of them does later costs the others nothing."""
+    steps = [
+        step_of(
+            *(replace(own, transfers=()) for own in ranks_of({1: {"backward": 100}}, 1000.0 * number)), number=number
+        )
+        for number in range(5)
+    ]
+    assert found_in(steps) == []
 
 
 def broken(steps: list[Step]) -> list[dict[int, RankBreakdown]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.accounting.breakdown import COMPUTE, Breakdown, BucketMeans
+from syncline.accounting.outliers import Outliers
 from syncline.accounting.stragglers import BETWEEN, Disagreement, Straggler
 from syncline.methods import IN_MEMORY, ON_LINKS, Method, method_of
 from syncline.units import format_seconds
@@ -25,6 +26,8 @@ UNEXPLAINED = 0.05
 LITTLE_OVERLAP = 0.1
 FEW_BUCKETS = 0.8
 """Of the exposed wire: the buckets that are named."""
+MOST_NAMED = 5
+"""Steps that are named."""
 MOST = 3
 """Pieces of advice in the verdict."""
 
@@ -45,6 +48,8 @@ class Facts:
     """Compute threads by rank, as far as known."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the method, as the plan gives them."""
+    outliers: Sequence[Outliers] = ()
+    """Steps that the breakdown leaves out."""
 
     @property
     def row(self) -> Method:
@@ -127,6 +132,27 @@ def straggler(facts: Facts) -> Advice | None:
         text += f"; it has {_threads(worst.threads)}, the others {worst.others_threads}"
     text += f". Without this, a step would save at most {format_seconds(worst.saves_s)}."
     return Advice("straggler", text, worst.saves_s)
+
+
+def slow_steps(facts: Facts) -> Advice | None:
+    if not facts.outliers:
+        return None
+    worst = facts.outliers[0]
+    text = f"{named_steps(worst)} took {format_seconds(worst.step_s)} instead of {format_seconds(worst.usual_s)}"
+    if worst.loader_starts:
+        text += (
+            ", because the data loader started its workers; with DataLoader(persistent_workers=True) it does so once"
+        )
+    else:
+        text += f", most of it in {worst.part}" + (f" on rank {worst.rank}" if facts.workers > 1 else "")
+    text += f". Without this, a step would save at most {format_seconds(worst.lost_s)} on average."
+    return Advice("slow steps", text, worst.lost_s)
+
+
+def named_steps(outliers: Outliers) -> str:
+    """'3 of 29 steps (10, 20, 30)'."""
+    named = ", ".join(map(str, outliers.steps[:MOST_NAMED])) + (", …" if len(outliers.steps) > MOST_NAMED else "")
+    return f"{len(outliers.steps)} of {outliers.counted} steps ({named})"
 
 
 def waiting(facts: Facts) -> Advice | None:
@@ -256,6 +282,7 @@ def unexplained(facts: Facts) -> Advice | None:
 RULES: tuple[Rule, ...] = (
     mostly_compute,
     straggler,
+    slow_steps,
     waiting,
     wire_bound,
     sixteen_bits,

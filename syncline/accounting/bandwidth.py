@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from syncline.accounting.pieces import pieces
 from syncline.collectives.execute import rank_rounds
 from syncline.collectives.patterns import PATTERNS, make_schedule
 from syncline.events import Events, Step, Transfer
@@ -225,9 +226,9 @@ def _median_wire(wires: Sequence[Wire]) -> Wire | None:
 def _bucket_rates(steps: Sequence[Step], link: float | None) -> list[BucketRate]:
     durations: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     sharing: dict[tuple[str, str], list[int]] = {}
-    for step in steps:
-        sharing |= _sharing(step)
-        for key, duration in transfer_seconds(step).items():
+    for piece in (piece for step in steps for piece in pieces(step)):
+        sharing |= _sharing(piece)
+        for key, duration in transfer_seconds(piece).items():
             durations[key].append(duration)
     rates = []
     for (name, label, num_bytes), seconds in durations.items():

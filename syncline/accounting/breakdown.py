@@ -10,15 +10,18 @@ synchronisation is the exposed window. In it an instant is
 A rank that sends nothing before its last gradient is ready (the methods after backward) offers its buckets only then:
 that is when they count as ready. Copying inside backward is pack, too. What no phase covers is other. Transfers under
 way before the window are hidden communication, which is not one of the parts. Times are nanoseconds.
+
+A step with several averages has a window for each of them (see pieces.py).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from syncline.accounting.pieces import pieces
 from syncline.events import RankStep, Step, Transfer
 
 PARTS = ("data", "copy", "forward", "backward", "pack", "wait", "wire", "update", "other")
@@ -66,8 +69,26 @@ class RankBreakdown:
 
 def break_down(step: Step) -> dict[int, RankBreakdown]:
     """Every rank's breakdown of a step that all ranks have finished."""
-    buckets = offered(step)
-    return {rank: _break_down(rank_step, buckets) for rank, rank_step in step.ranks.items()}
+    found = []
+    for piece in pieces(step):
+        buckets = offered(piece)
+        found.append({rank: _break_down(own, buckets) for rank, own in piece.ranks.items()})
+    return found[0] if len(found) == 1 else {rank: _whole([by_rank[rank] for by_rank in found]) for rank in found[0]}
+
+
+def _whole(parts: Sequence[RankBreakdown]) -> RankBreakdown:
+    wire: Counter[str] = Counter()
+    for part in parts:
+        wire.update(part.wire)
+    return RankBreakdown(
+        rank=parts[-1].rank,
+        duration=sum(part.duration for part in parts),
+        parts={name: sum(part.parts[name] for part in parts) for name in PARTS},
+        last_ready=parts[-1].last_ready,
+        waits=tuple(wait for part in parts for wait in part.waits),
+        wire=dict(wire),
+        hidden=sum(part.hidden for part in parts),
+    )
 
 
 def offered(step: Step) -> dict[int, dict[str, Bucket]]:
@@ -305,19 +326,23 @@ def _bucket_means(steps: Sequence[Step], breakdowns: Sequence[Mapping[int, RankB
     """Of the labels of the last step: the first may have others."""
     durations: dict[str, list[int]] = defaultdict(list)
     wire: dict[str, int] = defaultdict(int)
+    rank_steps: Counter[str] = Counter()
     for step, by_rank in zip(steps, breakdowns, strict=True):
-        buckets = offered(step)
-        for rank, own in buckets.items():
-            for label, bucket in own.items():
-                ready, _ = last_to_be_ready(label, buckets)
-                durations[label].append(max(0, bucket.end - ready))
+        for buckets in map(offered, pieces(step)):
+            for own in buckets.values():
+                for label, bucket in own.items():
+                    ready, _ = last_to_be_ready(label, buckets)
+                    durations[label].append(max(0, bucket.end - ready))
+        for rank, rank_step in step.ranks.items():
+            for label in buckets_of(rank_step):
                 wire[label] += by_rank[rank].wire.get(label, 0)
+                rank_steps[label] += 1
     last = steps[-1].ranks
     return [
         BucketMeans(
             label,
             bucket.num_bytes,
-            wire[label] / len(durations[label]) / 1e9,
+            wire[label] / rank_steps[label] / 1e9,
             statistics.fmean(durations[label]) / 1e9,
         )
         for label, bucket in buckets_of(last[min(last)]).items()

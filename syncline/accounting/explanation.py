@@ -23,6 +23,8 @@ from syncline.accounting.breakdown import (
     summarise,
 )
 from syncline.accounting.contention import Contention, bare_times, contention
+from syncline.accounting.outliers import Outliers, find_outliers, is_outlier
+from syncline.accounting.pieces import pieces
 from syncline.accounting.statistics import paired_ratio
 from syncline.accounting.stragglers import Disagreement, Straggler, find_disagreement, find_stragglers
 from syncline.accounting.usage import Profiled, RankMemory, memory, operator_totals
@@ -50,6 +52,8 @@ class MethodExplanation:
     """Bytes from theory and as counted, and rates by bucket."""
     memory: list[RankMemory] = field(default_factory=list)
     """By rank; empty where the log holds none."""
+    outliers: list[Outliers] = field(default_factory=list)
+    """Steps that took far longer than the others. The breakdown and the advice are of the others."""
 
 
 @dataclass(frozen=True)
@@ -235,13 +239,17 @@ def _explain_method(
     link: tuple[float, str] | None,
 ) -> MethodExplanation | None:
     steps = counted_steps(events, name, plan.measure.warmup)
-    breakdowns = [break_down(step) for step in steps]
-    breakdown = summarise(steps, breakdowns)
-    if breakdown is None:
+    every = [break_down(step) for step in steps]
+    if not every:
         return None
+    outliers = find_outliers(steps, every, _loader_starts(events, name))
+    usual = [index for index, is_out in enumerate(is_outlier(every)) if not is_out]
+    breakdowns = [every[index] for index in usual]
+    breakdown = summarise([steps[index] for index in usual], breakdowns)
+    assert breakdown is not None, "outliers are rare"
     if plan.measure.warmup and len(steps) == len(events.complete(name)):
         notes.append(f"All steps of {name} are warm-up steps; they are counted anyway.")
-    stragglers = find_stragglers(steps, breakdowns, events.ranks)
+    stragglers = find_stragglers(steps, every, events.ranks)
     disagreement = find_disagreement(breakdowns)
     facts = Facts(
         method=method_of(name).name,
@@ -252,6 +260,7 @@ def _explain_method(
         cores=cores,
         threads={rank: events.ranks[rank].threads or 1 for rank in steps[0].ranks if rank in events.ranks},
         options=plan.options_for(name),
+        outliers=outliers,
     )
     advice = advise(facts)
     # Calibration steps know no injected delay, and replayed compute cannot be slowed.
@@ -259,8 +268,13 @@ def _explain_method(
     slowed = contention(bare_times(events), _compute_times(breakdowns)) if is_comparable else None
     return MethodExplanation(
         name, breakdown, stragglers, disagreement, advice, verdict(facts, advice), contention=slowed,
-        bandwidth=bandwidth(events, name, plan, steps, link=link), memory=memory(events, name),
+        bandwidth=bandwidth(events, name, plan, steps, link=link), memory=memory(events, name), outliers=outliers,
     )  # fmt: skip
+
+
+def _loader_starts(events: Events, method: str) -> set[int]:
+    """Steps in which a data loader started workers on some rank."""
+    return {int(record["step"]) for _, record in events.of_kind("loader") if record.get("method", "") == method}
 
 
 def _compute_times(breakdowns: Sequence[Mapping[int, RankBreakdown]]) -> dict[int, dict[str, list[float]]]:
@@ -336,27 +350,11 @@ def _cores(run: Run) -> int | None:
 
 def _explain_step(run: Run, method: str, step: Step, events: Events) -> StepExplanation:
     breakdowns = break_down(step)
-    buckets, sendable = {rank: buckets_of(rank_step) for rank, rank_step in step.ranks.items()}, offered(step)
     zero = min(rank_step.start for rank_step in step.ranks.values())
+    averages = [(piece, break_down(piece)) for piece in pieces(step)]
     ranks = []
     for rank, rank_step in step.ranks.items():
-        rows = []
-        for label, bucket in buckets[rank].items():
-            everywhere, last = last_to_be_ready(label, sendable)
-            waited = sum(wait.duration for wait in breakdowns[rank].waits if wait.bucket == label)
-            rows.append(
-                BucketOnRank(
-                    label=label,
-                    num_bytes=bucket.num_bytes,
-                    ready_s=(bucket.ready - zero) / 1e9,
-                    start_s=(bucket.start - zero) / 1e9,
-                    end_s=(bucket.end - zero) / 1e9,
-                    ready_everywhere_s=(everywhere - zero) / 1e9,
-                    last_rank=last,
-                    wire_s=breakdowns[rank].wire.get(label, 0) / 1e9,
-                    wait_s=waited / 1e9,
-                )
-            )
+        rows = [row for piece, own in averages for row in _bucket_rows(piece, own[rank], zero)]
         ranks.append(
             RankOfStep(
                 rank=rank,
@@ -370,3 +368,23 @@ def _explain_step(run: Run, method: str, step: Step, events: Events) -> StepExpl
         )
     missing = [rank for rank in events.taking_part(method) if rank not in step.ranks]
     return StepExplanation(str(run.path), method, step.number, ranks, missing, events.problems)
+
+
+def _bucket_rows(step: Step, own: RankBreakdown, zero: int) -> list[BucketOnRank]:
+    sendable, rows = offered(step), []
+    for label, bucket in buckets_of(step.ranks[own.rank]).items():
+        everywhere, last = last_to_be_ready(label, sendable)
+        rows.append(
+            BucketOnRank(
+                label=label,
+                num_bytes=bucket.num_bytes,
+                ready_s=(bucket.ready - zero) / 1e9,
+                start_s=(bucket.start - zero) / 1e9,
+                end_s=(bucket.end - zero) / 1e9,
+                ready_everywhere_s=(everywhere - zero) / 1e9,
+                last_rank=last,
+                wire_s=own.wire.get(label, 0) / 1e9,
+                wait_s=sum(wait.duration for wait in own.waits if wait.bucket == label) / 1e9,
+            )
+        )
+    return rows

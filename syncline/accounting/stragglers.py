@@ -23,6 +23,8 @@ FEWEST = 3
 """Steps: one or two are chance."""
 MOSTLY = 2 / 3
 """Of all lateness: where every rank is late now and then, none is the straggler."""
+WAITED = 0.01
+"""Of a step: a rank that the others wait less for costs them nothing, however late it is."""
 DISAGREE = 0.1
 """Of the longest: how far ranks' own step times may lie apart."""
 BETWEEN = "between steps"
@@ -93,7 +95,8 @@ def find_stragglers(
         for (rank, phase), own in by_cause.items()
         if len(own) >= least and sum(late.late for late in own) >= MOSTLY * sum(late.late for late in lates)
     ]
-    return sorted(stragglers, key=lambda straggler: -straggler.waited_s)
+    costly = [straggler for straggler in stragglers if straggler.waited_share >= WAITED]
+    return sorted(costly, key=lambda straggler: -straggler.waited_s)
 
 
 def find_disagreement(breakdowns: Sequence[Mapping[int, RankBreakdown]]) -> Disagreement | None:

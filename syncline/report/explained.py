@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from syncline.accounting import contention
+from syncline.accounting.advice import named_steps
 from syncline.accounting.bandwidth import Bandwidth, BucketRate, Wire
 from syncline.accounting.breakdown import PARTS
 from syncline.accounting.explanation import Explanation, MethodExplanation, RankOfStep, StepExplanation
@@ -36,6 +37,7 @@ def show_explanation(explanation: Explanation) -> None:
         if len(explanation.methods) == 1 and not explanation.injected:
             hidden_s, compute = method.breakdown.hidden_s, explanation.compute
             _paragraph(contention.describe(method.contention, hidden_s=hidden_s, compute=compute))
+        _show_outliers(method, several=len(explanation.methods) > 1)
         _show_stragglers(method, several=len(explanation.methods) > 1)
         show_resources(method, several=len(explanation.methods) > 1)
     show_profile(explanation.profile)
@@ -108,6 +110,15 @@ def _table(rows: Sequence[Row], title: str, caption: str, whole_s: float | None 
             ["share", "100%", *(f"{parts[part] / whole_s:.1%}" for part in shown), f"({hidden_s / whole_s:.1%})"]
         )
     print_table(["", "step", *shown, "hidden"], cells, title=title, caption=caption)
+
+
+def _show_outliers(method: MethodExplanation, *, several: bool) -> None:
+    for outliers in method.outliers:
+        prefix = f"{method.method}: " if several else ""
+        cause = "data, where the loader started its workers" if outliers.loader_starts else outliers.part
+        times = f"{outliers.step_s / outliers.usual_s:.1f} times the usual {format_seconds(outliers.usual_s)}"
+        took = f"took {format_seconds(outliers.step_s)}, {times}"
+        _paragraph(f"{prefix}Outliers: {named_steps(outliers)} {took}: {cause}. The table leaves them out.")
 
 
 def _show_stragglers(method: MethodExplanation, *, several: bool) -> None:
