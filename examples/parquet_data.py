@@ -30,7 +30,7 @@ def petals(data_dir: Path) -> syncline.Data:
     inputs = torch.from_numpy(table.select(FEATURES).to_numpy().astype(np.float32))
     targets = torch.from_numpy(table["kind"].to_numpy().astype(np.int64))
     train, test = random_split(TensorDataset(inputs, targets), [0.9, 0.1], torch.Generator().manual_seed(0))
-    return syncline.Data(train, test, loss=smoothed_loss, metric=margin, num_classes=KINDS)
+    return syncline.Data(train, test, loss=smoothed_loss, metric=margin, num_classes=KINDS, draws=False)
 
 
 def petals_of_hugging_face(data_dir: Path) -> syncline.Data:
@@ -39,7 +39,7 @@ def petals_of_hugging_face(data_dir: Path) -> syncline.Data:
 
     rows = datasets.load_dataset("parquet", data_files=str(data_dir), split="train").with_format("torch")
     parts = rows.train_test_split(0.1, seed=0)
-    return syncline.Data(parts["train"], parts["test"], num_classes=KINDS, collate=collate)
+    return syncline.Data(parts["train"], parts["test"], num_classes=KINDS, collate=collate, draws=False)
 
 
 def collate(rows: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:

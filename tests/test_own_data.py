@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -150,6 +151,23 @@ def test_targets_that_are_no_whole_numbers_are_a_regression() -> None:
     assert task.loss(outputs, targets) == 2.0
     assert task.score_sum(outputs, targets) == 2.0
     assert batches.source == "Your data x:y: 18 training and 2 test samples."
+
+
+def test_samples_that_draw_nothing_are_fetched_at_once() -> None:
+    class Rows(TensorDataset):
+        fetched: ClassVar[list[list[int]]] = []
+
+        def __getitems__(self, numbers: list[int]) -> list[Any]:
+            self.fetched.append(numbers)
+            return [self[number] for number in numbers]
+
+    rows = Rows(torch.arange(20.0)[:, None], torch.arange(20.0))
+    batches = made(Data(rows, rows, draws=False))
+    shard = Shard(0, 0, np.array([3, 1, 2]), 3, 1)
+    assert batches.train(shard)[1].tolist() == [3.0, 1.0, 2.0]
+    assert Rows.fetched[-1] == [3, 1, 2]
+    plain = made(Data(TensorDataset(*rows.tensors), draws=False))
+    assert len(plain.train(shard)[0]) == 3
 
 
 @pytest.mark.parametrize(

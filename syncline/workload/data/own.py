@@ -28,8 +28,8 @@ from torch.utils.data import default_collate
 from syncline.errors import DataError
 from syncline.plan import Plan
 from syncline.workload.data.batches import sample_numbers
-from syncline.workload.shard_sources import mixed_seed, seed_all, seeded
-from syncline.workload.sharding import Indices, Shard, epoch_order
+from syncline.workload.shard_sources import seed_all, seeded
+from syncline.workload.sharding import Indices, Shard, epoch_order, mix, word
 from syncline.workload.tasks import Task, right_answers
 from syncline.workload.user_code import accepted, load_callable
 
@@ -63,6 +63,9 @@ class Data:
     """Width of the model's answer. Default: the dataset's `classes`, or the number of values in a target."""
     collate: Callable[[list[Any]], tuple[Tensor, Tensor]] = default_collate
     """From samples to a batch of inputs and targets."""
+    draws: bool = True
+    """False: no sample draws at random. It is then made without seeding, and all samples of a batch at once where the
+    dataset has `__getitems__`."""
 
 
 class OwnBatches:
@@ -95,9 +98,7 @@ class OwnBatches:
         return hashlib.blake2b(b"".join(content), digest_size=8).digest()
 
     def _batch(self, samples: Samples, numbers: Indices, epoch: int) -> tuple[Tensor, Tensor]:
-        with seeded(0):
-            made = [self._sample(samples, number, epoch) for number in numbers.tolist()]
-        batch = self._data.collate(made)
+        batch = self._data.collate(self._samples(samples, numbers, epoch))
         if not (isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(p, Tensor) for p in batch)):
             raise DataError(
                 f"a batch of your data is a {_kind(batch)}, not a pair of tensors.",
@@ -110,9 +111,17 @@ class OwnBatches:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return inputs, targets
 
-    def _sample(self, samples: Samples, number: int, epoch: int) -> Any:
-        seed_all(mixed_seed(self._seed, epoch, number))
-        return samples[number]
+    def _samples(self, samples: Samples, numbers: Indices, epoch: int) -> list[Any]:
+        if not self._data.draws:
+            at_once: Callable[[list[int]], list[Any]] | None = getattr(samples, "__getitems__", None)
+            return at_once(numbers.tolist()) if at_once else [samples[number] for number in numbers.tolist()]
+        made = []
+        seeds = mix(mix(mix(word(self._seed)) + word(epoch)) + numbers.astype(np.uint64))
+        with seeded(0):
+            for number, seed in zip(numbers.tolist(), seeds.tolist(), strict=True):
+                seed_all(seed)
+                made.append(samples[number])
+        return made
 
 
 def own_batches(plan: Plan) -> OwnBatches:
