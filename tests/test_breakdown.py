@@ -143,6 +143,21 @@ def test_step_without_phases_of_its_own_is_other() -> None:
     assert parts(found) == {"other": 95}
 
 
+def test_what_is_sent_inside_forward_holds_it_up() -> None:
+    """Buffers of rank 0, which comes 6 late, then gradients after backward: nothing is hidden, nobody overlaps."""
+    phases = {**PHASES, "forward": (5, 20)}
+    early = rank_step(1, phases, {"buffers": (6, 6, 14), "a": (50, 61, 70), "b": (60, 70, 79)}, end=95)
+    late = rank_step(0, phases, {"buffers": (12, 12, 13), "a": (50, 61, 70), "b": (60, 70, 79)}, end=95)
+    found = break_down(step_of(late, early))
+    assert parts(found[1]) == {
+        "data": 4, "forward": 7, "wait": 6, "wire": 2 + 19, "backward": 40, "pack": 1, "update": 15, "other": 1
+    }  # fmt: skip
+    assert [(wait.rank, wait.bucket) for wait in found[1].waits] == [(0, "buffers")]
+    assert found[1].wire == {"a": 10 * MS, "b": 9 * MS, "buffers": 2 * MS}
+    assert (found[1].hidden, found[1].first_ready, found[0].first_ready) == (0, 6 * MS, 12 * MS)
+    assert parts(found[0])["forward"] == 14
+
+
 def several_averages(late: float = 0.0) -> RankStep:
     """Three backwards in one step, each averaged: 10 data and forward, 20 backward, 5 sync, then 5 update."""
     phases, transfers, now = [], [], 0.0

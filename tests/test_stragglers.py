@@ -121,6 +121,23 @@ def test_no_straggler(steps: list[Step]) -> None:
     assert (found_in(steps) if steps else find_stragglers([], [], {})) == []
 
 
+def test_rank_that_the_others_wait_for_inside_forward_is_found() -> None:
+    """Rank 1 loads 40 longer; the others wait for it where buffers are shared, and all end backward together."""
+    steps = []
+    for number in range(5):
+        at, ranks = 1000.0 * number, []
+        for rank in range(3):
+            came = at + (50 if rank == 1 else 10)
+            phases = {"data": (at, came), "forward": (came, at + 80), "backward": (at + 80, at + 130),
+                      "sync": (at + 130, at + 140), "update": (at + 140, at + 150)}  # fmt: skip
+            sent = {"buffers": (came, came, at + 52), "a": (at + 130, at + 130, at + 140)}
+            ranks.append(rank_step(rank, phases, sent, start=at, end=at + 150))
+        steps.append(step_of(*ranks, number=number))
+    (one,) = found_in(steps)
+    assert (one.rank, one.phase, one.late_steps) == (1, "data", 5)
+    assert (one.late_s, one.waited_s) == (pytest.approx(0.04), pytest.approx(0.04))
+
+
 def test_late_rank_that_nobody_waits_for_is_no_straggler() -> None:
     """Nothing is sent between these ranks, so what one of them does later costs the others nothing."""
     steps = [

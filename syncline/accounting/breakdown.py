@@ -11,6 +11,7 @@ A rank that sends nothing before its last gradient is ready (the methods after b
 that is when they count as ready. Copying inside backward is pack, too. What no phase covers is other. Transfers under
 way before the window are hidden communication, which is not one of the parts. Times are nanoseconds.
 
+What is sent inside forward (buffers, batch-norm statistics) holds it up: that time is wire and wait, and not forward.
 A step with several averages has a window for each of them (see pieces.py).
 """
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from syncline.accounting.pieces import pieces
@@ -41,6 +42,8 @@ class Bucket:
     ready: int
     start: int
     end: int
+    in_forward: bool = False
+    """No gradients: forward waits for it."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class RankBreakdown:
     """The exposed wire by bucket: an instant counts for the bucket under way that ends first."""
     hidden: int = 0
     """Time before the last gradient in which a transfer was under way."""
+    first_ready: int | None = None
+    """When this rank came to the first transfer inside forward; None where there is none."""
 
 
 def break_down(step: Step) -> dict[int, RankBreakdown]:
@@ -88,6 +93,7 @@ def _whole(parts: Sequence[RankBreakdown]) -> RankBreakdown:
         waits=tuple(wait for part in parts for wait in part.waits),
         wire=dict(wire),
         hidden=sum(part.hidden for part in parts),
+        first_ready=parts[0].first_ready,
     )
 
 
@@ -97,17 +103,30 @@ def offered(step: Step) -> dict[int, dict[str, Bucket]]:
 
 
 def _offered(own: dict[str, Bucket]) -> dict[str, Bucket]:
-    last_ready = max((bucket.ready for bucket in own.values()), default=0)
-    if any(bucket.start < last_ready for bucket in own.values()):
+    gradients = _gradients(own.values())
+    last_ready = max((bucket.ready for bucket in gradients), default=0)
+    if any(bucket.start < last_ready for bucket in gradients):
         return own
-    return {label: replace(bucket, ready=last_ready) for label, bucket in own.items()}
+    return own | {bucket.label: replace(bucket, ready=last_ready) for bucket in gradients}
+
+
+def _gradients(buckets: Iterable[Bucket]) -> list[Bucket]:
+    return [bucket for bucket in buckets if not bucket.in_forward]
 
 
 def buckets_of(rank_step: RankStep) -> dict[str, Bucket]:
     """In order of readiness."""
+    forwards = [phase for phase in rank_step.phases if phase.name == "forward"]
     groups: dict[str, list[Transfer]] = defaultdict(list)
+    in_forward: dict[str, bool] = {}
     for transfer in rank_step.transfers:
-        groups[_bucket_name(transfer.label)].append(transfer)
+        label = _bucket_name(transfer.label)
+        inside = [
+            n for n, phase in enumerate(forwards) if phase.start <= transfer.start and transfer.end <= phase.end
+        ]
+        label += f", forward {inside[0]}" if any(inside) else ""
+        in_forward[label] = in_forward.get(label, True) and bool(inside)
+        groups[label].append(transfer)
     buckets = [
         Bucket(
             label,
@@ -115,6 +134,7 @@ def buckets_of(rank_step: RankStep) -> dict[str, Bucket]:
             min(transfer.ready for transfer in group),
             min(transfer.start for transfer in group),
             max(transfer.end for transfer in group),
+            in_forward[label],
         )
         for label, group in groups.items()
     ]
@@ -132,7 +152,7 @@ def last_to_be_ready(label: str, buckets: Mapping[int, Mapping[str, Bucket]]) ->
 
 
 def _break_down(own: RankStep, buckets: Mapping[int, Mapping[str, Bucket]]) -> RankBreakdown:
-    mine = list(buckets[own.rank].values())
+    mine = _gradients(buckets[own.rank].values())
     window = _exposed_window(own, mine)
     free = Claims(own.start, own.end)
     parts = dict.fromkeys(PARTS, 0)
@@ -144,9 +164,12 @@ def _break_down(own: RankStep, buckets: Mapping[int, Mapping[str, Bucket]]) -> R
         solid = [pack for pack in own.packs if pack.busy >= pack.end - pack.start]
         parts["pack"] += sum(exposed.take(pack.start, pack.end) for pack in solid)
         wire, waits = _claim_transfers(exposed, mine, buckets)
-        parts["wire"], parts["wait"] = sum(wire.values()), sum(wait.duration for wait in waits)
         parts["pack"] += exposed.take(*window)
         free.take(*window)
+    in_forward = [bucket for bucket in buckets[own.rank].values() if bucket.in_forward]
+    wire_in_forward, waits_in_forward = _claim_transfers(free, in_forward, buckets)
+    wire, waits = wire | wire_in_forward, waits_in_forward + waits
+    parts["wire"], parts["wait"] = sum(wire.values()), sum(wait.duration for wait in waits)
     for phase in own.phases:
         part = "backward" if phase.name == "backward" else PART_OF.get(phase.name)
         if part is not None:
@@ -155,7 +178,9 @@ def _break_down(own: RankStep, buckets: Mapping[int, Mapping[str, Bucket]]) -> R
     parts["backward"] -= packed
     parts["pack"] += packed
     parts["other"] = own.duration - sum(parts.values())
-    return RankBreakdown(own.rank, own.duration, parts, last_ready, tuple(waits), wire, _hidden(own, window, buckets))
+    first_ready = min((bucket.ready for bucket in in_forward), default=None)
+    hidden = _hidden(own, window, buckets)
+    return RankBreakdown(own.rank, own.duration, parts, last_ready, tuple(waits), wire, hidden, first_ready)
 
 
 def _exposed_window(own: RankStep, mine: Sequence[Bucket]) -> tuple[int, int] | None:
@@ -205,6 +230,7 @@ def _hidden(own: RankStep, window: tuple[int, int] | None, buckets: Mapping[int,
     return sum(
         before.take(max(others[label].start for others in buckets.values() if label in others), bucket.end)
         for label, bucket in buckets[own.rank].items()
+        if not bucket.in_forward
     )
 
 
@@ -274,7 +300,7 @@ class Breakdown:
     waits: list[WaitMean]
     """Largest first."""
     buckets: list[BucketMeans]
-    """In order of readiness."""
+    """Of gradients, in order of readiness."""
 
     def share(self, *parts: str) -> float:
         return sum(self.parts_s[part] for part in parts) / self.step_s if self.step_s else 0.0
@@ -346,4 +372,5 @@ def _bucket_means(steps: Sequence[Step], breakdowns: Sequence[Mapping[int, RankB
             statistics.fmean(durations[label]) / 1e9,
         )
         for label, bucket in buckets_of(last[min(last)]).items()
+        if not bucket.in_forward
     ]

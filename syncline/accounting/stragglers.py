@@ -1,8 +1,9 @@
 """Ranks that the others wait for: which, in what, how late, how often; and ranks whose own step times disagree.
 
 A rank is late by the time from the moment when half of the other ranks had their last gradient ready to the moment
-when it had its own. What made it late is the phase in which it took longest beyond the median of the others; a rank
-that started the step late was held up between steps, or in the update before.
+when it had its own. Where ranks send something inside forward, the others may wait there already: then it is late by
+the same distance there. What made it late is the phase in which it took longest beyond the median of the others; a
+rank that started the step late was held up between steps, or in the update before.
 """
 
 from __future__ import annotations
@@ -121,22 +122,37 @@ def _follows(before: Step, step: Step) -> bool:
 def _late_rank(step: Step, by_rank: Mapping[int, RankBreakdown], before: Step | None) -> _Late | None:
     """The last rank of a step and what made it late, if that is worth a word."""
     arrivals = {rank: own.last_ready for rank, own in by_rank.items()}
-    last = max(arrivals, key=lambda rank: arrivals[rank])
-    others = [arrival for rank, arrival in arrivals.items() if rank != last]
-    late = arrivals[last] - statistics.median(others)
+    in_forward = {rank: own.first_ready for rank, own in by_rank.items() if own.first_ready is not None}
+    # What is sent inside forward lets the others wait there already, and then all go on together.
+    early = in_forward if len(in_forward) == len(by_rank) and _lateness(in_forward) > _lateness(arrivals) else None
+    last = max(early or arrivals, key=lambda rank: (early or arrivals)[rank])
+    late = _lateness(early or arrivals)
     if late < LATE * statistics.median(own.duration for own in by_rank.values()):
         return None
-    return _Late(last, _cause(step, by_rank, before, last), round(late), arrivals[last] - max(others))
+    others = [arrival for rank, arrival in (early or arrivals).items() if rank != last]
+    cause = _cause(step, by_rank, before, last, until_forward=early is not None)
+    return _Late(last, cause, round(late), (early or arrivals)[last] - max(others))
 
 
-def _cause(step: Step, by_rank: Mapping[int, RankBreakdown], before: Step | None, last: int) -> str:
+def _lateness(arrivals: Mapping[int, int]) -> float:
+    """From when half of the others were there to the last."""
+    *others, last = sorted(arrivals.values())
+    return last - statistics.median(others)
+
+
+def _cause(
+    step: Step, by_rank: Mapping[int, RankBreakdown], before: Step | None, last: int, *, until_forward: bool
+) -> str:
     def excess(values: Mapping[int, float]) -> float:
         return values[last] - statistics.median(value for rank, value in values.items() if rank != last)
 
     spent = {
         part: excess({rank: own.parts[part] for rank, own in by_rank.items()}) for part in ("data", "forward", "copy")
     }
-    spent["backward"] = excess({rank: _backward(step.ranks[rank], own) for rank, own in by_rank.items()})
+    if until_forward:
+        del spent["forward"]
+    else:
+        spent["backward"] = excess({rank: _backward(step.ranks[rank], own) for rank, own in by_rank.items()})
     started = excess({rank: own.start for rank, own in step.ranks.items()})
     if before is not None and last in before.ranks:
         spent["update"] = min(started, excess({rank: _update(own) for rank, own in before.ranks.items()}))
