@@ -35,11 +35,11 @@ from syncline.comm.torch_backend import adopt, connect
 from syncline.errors import PlanError, UsageError
 from syncline.launcher.adopt import placement_from_environment
 from syncline.launcher.route import find_meeting
-from syncline.methods import METHODS, BatchNorm, Collective, TransferDtype, Unused, current_name, method_of
+from syncline.methods import METHODS, BatchNorm, Collective, Order, TransferDtype, Unused, current_name, method_of
 from syncline.plan import parse_plan
 from syncline.resolve import choose_method
 from syncline.spans import EventLog
-from syncline.sync import make_sync
+from syncline.sync import GradientSync, make_sync
 from syncline.sync.base import broadcast_state, in_backward, share_buffers, when_garbage
 from syncline.sync.batch_norm import Statistics, SyncBatchNorm, attach, refuse_shared_channel, synchronise_batch_norm
 from syncline.sync.ddp import DDP
@@ -78,6 +78,11 @@ class DataParallel(nn.Module):
         groups: int | None = None,
         overlap: bool | None = None,
         unused: Unused | None = None,
+        chunk_mb: float | None = None,
+        order: Order | None = None,
+        barrier: bool | None = None,
+        strict: bool | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
         batch_norm: BatchNorm | None = None,
         process_group: dist.ProcessGroup | None = None,
         broadcast_buffers: bool = False,
@@ -90,7 +95,8 @@ class DataParallel(nn.Module):
         log: EventLog | None = None,
         **refused: Never,
     ) -> None:
-        """Options from `bucket_cap_mb` to `unused` are a plan's; refuses one that the method does not have.
+        """Options from `bucket_cap_mb` to `strict` are a plan's; refuses one that the method does not have. Method
+        ahead needs the `optimizer` that updates the module; other methods ignore it.
 
         `batch_norm` is local (statistics of the own batch), broadcast (rank 0's buffers before each forward) or
         sync (statistics over all ranks' batches); the default is broadcast for ddp and local for the others.
@@ -102,7 +108,8 @@ class DataParallel(nn.Module):
             raise PlanError(f"DataParallel does not accept {name}: {REFUSED[name]}.")
         options = {
             "bucket_cap_mb": bucket_cap_mb, "collective": collective, "transfer_dtype": transfer_dtype,
-            "groups": groups, "overlap": overlap,
+            "groups": groups, "overlap": overlap, "chunk_mb": chunk_mb, "order": order, "barrier": barrier,
+            "strict": strict,
             "unused": unused or ("zero" if find_unused_parameters else None), **refused,
         }  # fmt: skip
         if device_ids is not None and len(device_ids) > 1:
@@ -117,7 +124,11 @@ class DataParallel(nn.Module):
         self._forget_ranks()
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
+        if optimizer is None and method_of(method).overlaps_steps:
+            raise PlanError(f"method {method} needs the optimizer.", action="Give optimizer=… beside the method.")
         self._attach()
+        if optimizer is not None:
+            self.sync.bind(optimizer)
 
     def _forget_ranks(self) -> None:
         # In a list, or it would be registered as a second submodule. Empty in a copy that has not met the others yet.
@@ -171,8 +182,10 @@ class DataParallel(nn.Module):
             self._ends_backward = False  # a backward that raised did not come to its end
         if self._uneven is not None and torch.is_grad_enabled() and not self._accumulates:
             self._uneven.announce(active=True)
-        weight = self._weigher.forward_begins(self.module) if torch.is_grad_enabled() else None
-        with standing_in(self.module, when=weight == 0):
+        module = self._modules["module"]  # to ask for self.module waits for what is on its way
+        assert module is not None
+        weight = self._weigher.forward_begins(module) if torch.is_grad_enabled() else None
+        with standing_in(module, when=weight == 0):
             outputs = self._attached[0](*args, **kwargs)
         if weight is not None:
             self._weigher.watch(tensors_in(outputs), weight)
@@ -221,6 +234,31 @@ class DataParallel(nn.Module):
             self._uneven = None
             self.sync.buffers_root = 0
 
+    def synchronize(self) -> None:
+        """Wait for what method ahead has left on its way: gradients hold the mean, updates are applied. Before you
+        clip, scale or log gradients. Nothing to do for other methods, or after evaluation, saving and copying."""
+        sync: GradientSync | None = self.__dict__.get("sync")
+        if sync is not None:
+            sync.synchronize()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":
+            self.synchronize()  # whoever asks for the module may read its weights
+        return super().__getattr__(name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self.synchronize()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.synchronize()
+        return super().state_dict(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        module = self._modules["module"]  # the gradients alone, wherever they are on their way
+        assert module is not None
+        module.zero_grad(set_to_none)
+
     def describe(self) -> str:
         """What averages the gradients, why, and in which buckets."""
         lines = [f"method {self.method}: {self.reason}"]
@@ -249,6 +287,7 @@ class DataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs to meet the other ranks by itself, at its first forward. Copying talks to nobody."""
+        self.synchronize()
         left_here = ("communicator", "sync", "log", "_attached", "_process_group", "_uneven", "_weigher")
         return {key: value for key, value in self.__dict__.items() if key not in left_here}
 

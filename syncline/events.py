@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,6 +73,10 @@ class RankStep:
     phases: tuple[Phase, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     packs: tuple[Pack, ...] = ()
+    carried: tuple[Transfer, ...] = ()
+    """Transfers of the step before, which were still on their way when this one began."""
+    stalls: tuple[Phase, ...] = ()
+    """Where forward stood still for one of them, by its label."""
 
     @property
     def duration(self) -> int:
@@ -311,16 +315,28 @@ def _rank_steps(rank: int, records: Sequence[Record]) -> dict[tuple[str, int], R
             inside[_key(record)].append(record)
     steps = {}
     for key, (start, end) in spans.items():
-        own = [record for record in inside[key] if start <= record["start"] and record["end"] <= end]
+        own = [record for record in inside[key] if start <= record["start"] and _ends_in_time(record, end)]
         if any(record["kind"] == "phase" for record in own):  # else the rank had no part in it
             steps[key] = _rank_step(rank, start, end, sorted(own, key=lambda record: int(record["start"])))
+    for (method, number), own_step in list(steps.items()):
+        before = steps.get((method, number - 1))
+        carried = tuple(transfer for transfer in before.transfers if transfer.end > own_step.start) if before else ()
+        if carried:
+            steps[method, number] = replace(own_step, carried=carried)
     return steps
 
 
+def _ends_in_time(record: Record, end: int) -> bool:
+    """A transfer may go on into the next step (method ahead)."""
+    return int(record["start"] if record["kind"] == "collective" else record["end"]) <= end
+
+
 def _rank_step(rank: int, start: int, end: int, records: Sequence[Record]) -> RankStep:
-    phases, transfers, packs = [], [], []
+    phases, transfers, packs, stalls = [], [], [], []
     for record in records:
-        if record["kind"] == "phase":
+        if record["kind"] == "phase" and record["name"] == "stall":
+            stalls.append(Phase(record["label"], record["start"], record["end"]))
+        elif record["kind"] == "phase":
             phases.append(Phase(record["name"], record["start"], record["end"]))
         elif record["kind"] == "collective":
             ready = min(max(record["ready"], start), record["end"])
@@ -328,7 +344,7 @@ def _rank_step(rank: int, start: int, end: int, records: Sequence[Record]) -> Ra
             transfers.append(Transfer(*about, ready, record["start"], record["end"]))
         else:
             packs.append(Pack(record["label"], record["start"], record["end"], record["busy"]))
-    return RankStep(rank, start, end, tuple(phases), tuple(transfers), tuple(packs))
+    return RankStep(rank, start, end, tuple(phases), tuple(transfers), tuple(packs), stalls=tuple(stalls))
 
 
 def _key(record: Record) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 Collective = Literal["native", "root", "tree", "ring", "halving-doubling", "direct"]
 TransferDtype = Literal["bf16", "fp16"]
 Unused = Literal["error", "zero"]
+Order = Literal["next-use", "ready"]
 BatchNorm = Literal["local", "broadcast", "sync"]
 
 _BUCKETED = ("bucket_cap_mb", "transfer_dtype", "overlap", "unused")
@@ -109,6 +110,13 @@ _ROWS = (
         made_by="syncline.sync.bucketed:Bucketed",
         options=(*_BUCKETED, "groups", "collective"),
         compared=True,
+    ),
+    Method(
+        name="ahead",
+        about="bucketed, with the gradients that the next forward needs first sent first, on into that forward",
+        made_by="syncline.sync.ahead:Ahead",
+        options=("chunk_mb", "transfer_dtype", "collective", "order", "barrier", "strict", "unused"),
+        overlaps_steps=True,
     ),
     Method(
         name="ring",

@@ -18,6 +18,7 @@ from syncline.methods import (
     BatchNorm,
     Collective,
     Method,
+    Order,
     TransferDtype,
     Unused,
     current_name,
@@ -42,6 +43,14 @@ class Options(Section):
     """Send while backward runs; default true."""
     unused: Unused | None = None
     """How to treat a parameter that only some ranks use: error (the default), or zero where it is unused."""
+    chunk_mb: float | None = Field(None, gt=0)
+    """Size of the pieces that gradients travel in, in MB; default by what the link's start-up time allows."""
+    order: Order | None = None
+    """Send first what the next forward uses first (next-use, the default), or what is ready first."""
+    barrier: bool | None = None
+    """Wait for all gradients at the end of backward; default if waiting costs less than 3 % by prediction."""
+    strict: bool | None = None
+    """Show NaN to whatever reads a weight before its update; default in the first steps."""
 
 
 class Measure(Section):

@@ -70,12 +70,13 @@ class EventLog:
     def off(self) -> bool:
         return not self._keep and self.also is None
 
-    def add(self, kind: str, **fields: Any) -> None:
+    def add(self, kind: str, *, step: int | None = None, **fields: Any) -> None:
+        """A record of this moment's step, unless another one is named."""
         if self.also is not None:
             self.also.add(kind, **fields)
         if not self._keep:
             return
-        record = {"seq": next(self._sequence), "kind": kind, **fields, "step": self.step}
+        record = {"seq": next(self._sequence), "kind": kind, **fields, "step": self.step if step is None else step}
         if self.method:
             record["method"] = self.method
         self.records.append(record)

@@ -94,6 +94,8 @@ def runs_on_threads(method: str) -> bool:
 
 MANY_WORKERS = [name for name, row in METHODS.items() if row.takes_turns and not row.alone]
 """Methods that average over ranks that torch starts; mpi and thread-replicas have tests of their own."""
+NEED_NO_OPTIMIZER = [name for name in MANY_WORKERS if not METHODS[name].overlaps_steps]
+"""Methods that DataParallel takes without an optimizer; test_ahead.py has the other."""
 ON_THREADS = [method for method in MANY_WORKERS if runs_on_threads(method)]
 
 

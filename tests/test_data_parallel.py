@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import MANY_WORKERS, assert_same, expected_mean, gradients, integer_loss, integer_model
+from helpers import NEED_NO_OPTIMIZER, assert_same, expected_mean, gradients, integer_loss, integer_model
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -25,8 +25,10 @@ from torch.utils.checkpoint import checkpoint
 import syncline
 from syncline.errors import ContractError, PlanError
 
-FLAT = [method for method in MANY_WORKERS if method not in ("gather-scatter", "point-to-point", "all-reduce", "ddp")]
-OURS = [method for method in MANY_WORKERS if method != "ddp"]
+FLAT = [
+    method for method in NEED_NO_OPTIMIZER if method not in ("gather-scatter", "point-to-point", "all-reduce", "ddp")
+]
+OURS = [method for method in NEED_NO_OPTIMIZER if method != "ddp"]
 DEADLINE = timedelta(seconds=60)
 """Long enough for a busy machine; a test that hangs is ended after twice that."""
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -156,7 +158,7 @@ def every_method(_: object = None) -> dict[str, dict[str, Any]]:
     dist.init_process_group("gloo", timeout=DEADLINE)
     rank = dist.get_rank()
     found: dict[str, dict[str, Any]] = {}
-    for method in MANY_WORKERS:
+    for method in NEED_NO_OPTIMIZER:
         found[method] = {
             "means": mean_after_backward(method, rank),
             "loop": plain_loop(lambda model, m=method: syncline.DataParallel(model, m), rank),
@@ -181,7 +183,7 @@ def results_of_every_method() -> list[dict[str, dict[str, Any]]]:
         return syncline.launch(every_method, workers=2, threads=1, log_dir=logs)
 
 
-@pytest.mark.parametrize("method", MANY_WORKERS)
+@pytest.mark.parametrize("method", NEED_NO_OPTIMIZER)
 def test_backward_returns_with_averaged_gradients_and_finish_is_idempotent(
     method: str, results_of_every_method: list[dict[str, dict[str, Any]]]
 ) -> None:
@@ -190,7 +192,7 @@ def test_backward_returns_with_averaged_gradients_and_finish_is_idempotent(
             assert_same(one, expected_mean("cnn", 2))
 
 
-@pytest.mark.parametrize("method", MANY_WORKERS)
+@pytest.mark.parametrize("method", NEED_NO_OPTIMIZER)
 def test_plain_loop_gives_what_torch_s_class_gives(
     method: str, results_of_every_method: list[dict[str, dict[str, Any]]]
 ) -> None:
@@ -201,7 +203,7 @@ def test_plain_loop_gives_what_torch_s_class_gives(
     assert not torch.equal(first[method]["loop"]["first.weight"], same_start(Net).first.weight)
 
 
-@pytest.mark.parametrize("method", MANY_WORKERS)
+@pytest.mark.parametrize("method", NEED_NO_OPTIMIZER)
 def test_outputs_may_be_changed_in_place(
     method: str, results_of_every_method: list[dict[str, dict[str, Any]]]
 ) -> None:
@@ -327,7 +329,7 @@ def results_of_join() -> list[dict[str, dict[str, dict[str, Tensor]]]]:
     return syncline.launch(join_with_every_method, workers=3, threads=1)
 
 
-@pytest.mark.parametrize("method", MANY_WORKERS)
+@pytest.mark.parametrize("method", NEED_NO_OPTIMIZER)
 def test_join_gives_what_torch_s_join_gives(
     method: str, results_of_join: list[dict[str, dict[str, dict[str, Tensor]]]]
 ) -> None:
@@ -402,7 +404,7 @@ def subgroup_and_choices() -> dict[str, Any]:
     found: dict[str, Any] = {"auto": (chosen.method, chosen.reason, chosen.describe().splitlines())}
     found["disagree"] = disagreement(rank)
     if rank != 1:
-        for method in MANY_WORKERS:
+        for method in NEED_NO_OPTIMIZER:
             model = integer_model("mlp")
             wrapped = syncline.DataParallel(model, method, process_group=group)
             assert (wrapped.rank, wrapped.world_size) == (rank // 2, 2)
@@ -425,7 +427,7 @@ def disagreement(rank: int) -> str:
 
 def test_subgroup_is_adopted_and_auto_chooses_shared_memory(capfd: pytest.CaptureFixture[str]) -> None:
     first, absent, third = syncline.launch(subgroup_and_choices, workers=3, threads=1)
-    for method in MANY_WORKERS:
+    for method in NEED_NO_OPTIMIZER:
         assert_same(first[method], expected_mean("mlp", 2))
         assert_same(third[method], expected_mean("mlp", 2))
     for found in (first, absent, third):

@@ -34,7 +34,7 @@ def test_process_that_nobody_launched_is_a_world_of_one(capsys: pytest.CaptureFi
 @pytest.mark.parametrize("method", [method for method in MANY_WORKERS if method != "ddp"])
 def test_every_method_runs_alone(method: str) -> None:
     model = integer_model("mlp")
-    wrapped = syncline.DataParallel(model, method)
+    wrapped = syncline.DataParallel(model, method, optimizer=torch.optim.SGD(model.parameters()))
     with wrapped.no_sync():
         integer_loss(wrapped, 0, 0).backward()
     with wrapped.join():

@@ -164,6 +164,10 @@ OPTIONS = {
     "groups": 2,
     "overlap": False,
     "unused": "zero",
+    "chunk_mb": 1.0,
+    "order": "ready",
+    "barrier": False,
+    "strict": True,
 }
 """A right value for every option that some method takes."""
 

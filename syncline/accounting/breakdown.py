@@ -169,6 +169,8 @@ def _break_down(own: RankStep, buckets: Mapping[int, Mapping[str, Bucket]]) -> R
     in_forward = [bucket for bucket in buckets[own.rank].values() if bucket.in_forward]
     wire_in_forward, waits_in_forward = _claim_transfers(free, in_forward, buckets)
     wire, waits = wire | wire_in_forward, waits_in_forward + waits
+    for stall in own.stalls:
+        wire[stall.name] = wire.get(stall.name, 0) + free.take(stall.start, stall.end)
     parts["wire"], parts["wait"] = sum(wire.values()), sum(wait.duration for wait in waits)
     for phase in own.phases:
         part = "backward" if phase.name == "backward" else PART_OF.get(phase.name)
@@ -225,9 +227,12 @@ def _packed_in_backward(own: RankStep, window: tuple[int, int] | None) -> int:
 
 
 def _hidden(own: RankStep, window: tuple[int, int] | None, buckets: Mapping[int, Mapping[str, Bucket]]) -> int:
-    """A transfer is under way from when the last rank has started it."""
+    """A transfer is under way from when the last rank has started it. Where forward stands still for it, it shows."""
     before = Claims(own.start, window[0] if window else own.end)
-    return sum(
+    for stall in own.stalls:
+        before.take(stall.start, stall.end)
+    carried = sum(before.take(transfer.start, transfer.end) for transfer in own.carried)
+    return carried + sum(
         before.take(max(others[label].start for others in buckets.values() if label in others), bucket.end)
         for label, bucket in buckets[own.rank].items()
         if not bucket.in_forward

@@ -37,21 +37,24 @@ class _TracedWork:
         self.log = log
         self.operation = operation
         self.start_ns = start_ns
+        self.step = log.step  # it may be waited for in the next one
         self.end_ns: int | None = None
         if operation.waited_later and not log.off and isinstance(work, TellsWhenDone):
             work.when_done(self._ended)
 
     def wait(self) -> None:
         self.work.wait()
-        _note(self.log, self.operation, self.start_ns, self.end_ns)
+        _note(self.log, self.operation, self.start_ns, self.end_ns, self.step)
 
     def _ended(self) -> None:
         self.end_ns = time.monotonic_ns()
 
 
-def _note(log: EventLog, operation: Operation, start_ns: int, end_ns: int | None = None) -> None:
+def _note(
+    log: EventLog, operation: Operation, start_ns: int, end_ns: int | None = None, step: int | None = None
+) -> None:
     ready_ns = start_ns if operation.ready_ns is None else operation.ready_ns
     log.add(
         "collective", name=operation.name, label=operation.label, bytes=operation.num_bytes,
-        ready=ready_ns, start=start_ns, end=end_ns or time.monotonic_ns(),
+        ready=ready_ns, start=start_ns, end=end_ns or time.monotonic_ns(), step=step,
     )  # fmt: skip

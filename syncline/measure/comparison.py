@@ -122,6 +122,7 @@ class Comparison:
         start_ns = time.monotonic_ns()
         if worker is not None:
             result = train_step(worker, shard)
+            worker.sync.synchronize()  # a turn pays for all of its transfers
             entry.loss_sum, entry.num_samples = result.loss * result.num_samples, result.num_samples
         end_ns = time.monotonic_ns()
         self.traffic.end()

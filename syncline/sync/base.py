@@ -108,9 +108,28 @@ class GradientSync(ABC):
     def forward_begins(self) -> None:  # noqa: B027  (most methods prepare nothing)
         """A forward that is averaged begins."""
 
+    def forward_ended(self) -> None:  # noqa: B027
+        """That forward has come to its end."""
+
     def backward_ended(self) -> None:
         """By itself at the end of each backward that is averaged, where nobody calls `finish`. Collective."""
         self.finish()
+
+    def finish_for_update(self) -> None:
+        """Like `finish`, where `update` comes next: a method may leave gradients on their way. Collective."""
+        self.finish()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """One step of the optimiser on the averaged gradients, which are then dropped. A method may apply it to a
+        layer when that layer is next used."""
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027
+        """Tell the method which optimiser updates the model, once it is attached."""
+
+    def synchronize(self) -> None:  # noqa: B027
+        """Wait for what is on its way: gradients hold the mean, and updates that were asked for are applied."""
 
     def finish_without_gradients(self) -> None:
         """Take part in the others' finish with zeros: this rank has no batch left. Collective."""
@@ -187,7 +206,9 @@ class Announced(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._sync.expect_backward()
-        return self.module(*args, **kwargs)
+        outputs = self.module(*args, **kwargs)
+        self._sync.forward_ended()
+        return outputs
 
 
 class Single(GradientSync):

@@ -80,16 +80,20 @@ class Bucketed(FlatSync):
 
     def complete(self) -> None:
         if not self._overlap:
-            for number in range(len(self.layout.buckets)):
+            for number in self._send_order:
                 self._send(number)
-        for bucket, work in zip(self.layout.buckets, self._sender.collect(len(self.layout.buckets)), strict=True):
+        for number, work in zip(self._send_order, self._sender.collect(len(self._send_order)), strict=True):
             work.wait()
-            if self.scale_early is None and self._hook is None:
-                start_ns = time.monotonic_ns()
-                self._range(bucket).div_(self.communicator.world_size)
-                self.log.pack("all gradients", start_ns)
+            self._divide(number)
         if not self._rebuilt and self._parameters:
             self._rebuild(list(self._ready))
+
+    def _divide(self, number: int) -> None:
+        """A sum that has arrived becomes a mean, unless its parts were divided on the way in."""
+        if self.scale_early is None and self._hook is None:
+            start_ns = time.monotonic_ns()
+            self._range(self.layout.buckets[number]).div_(self.communicator.world_size)
+            self.log.pack("all gradients", start_ns)
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         if self._hook is not None:
@@ -190,7 +194,7 @@ class _Sender:
     which `collect` raises where the user's own code runs."""
 
     def __init__(self, channels: list[Communicator], collective: Collective, wire_dtype: torch.dtype | None) -> None:
-        self._channels = channels
+        self.channels = channels
         self._executors = None
         if collective != "native":
             schedule = make_schedule(collective, channels[0].world_size)
@@ -242,14 +246,14 @@ class _Sender:
         if task.before is not None:
             task.before()
         # By number and not by who is free: ranks must put a bucket on the same channel.
-        which = task.number % len(self._channels)
+        which = task.number % len(self.channels)
         label = f"bucket {task.number}"
-        with self._channels[which].scope(label):
+        with self.channels[which].scope(label):
             if self._executors is None:
                 operation = Operation(
                     "all_reduce", task.values, label=label, ready_ns=task.ready_ns, waited_later=True
                 )
-                return self._channels[which].start(operation)
+                return self.channels[which].start(operation)
             self._executors[which].sum(task.values, label=label, ready_ns=task.ready_ns)
             return _Done()
 

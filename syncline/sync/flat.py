@@ -27,7 +27,6 @@ from syncline.sync.base import Announced, GradientSync, broadcast_state, in_back
 from syncline.sync.layout import MB, Group, Layout, Size, plan_layout
 from syncline.sync.sparse import average_sparse, no_rows, sparse_weights
 
-FIRST_BUCKET_MB = 1.0
 MOST_BUCKETS = 2048
 """A cap that would make more is raised: each bucket costs a message, and thousands cost seconds."""
 USED, UNUSED, IDLE, FROZEN = 0, 1, 2, 3
@@ -36,6 +35,8 @@ USED, UNUSED, IDLE, FROZEN = 0, 1, 2, 3
 
 class FlatSync(GradientSync):
     """Watches gradients become ready; subclasses send buckets and wait for them."""
+
+    first_bucket_mb = 1.0
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class FlatSync(GradientSync):
 
     @abstractmethod
     def bucket_ready(self, number: int) -> None:
-        """All of this bucket's gradients are in place; buckets come in order."""
+        """All of this bucket's gradients are in place; buckets come in the order of sending."""
 
     @abstractmethod
     def complete(self) -> None:
@@ -175,8 +176,9 @@ class FlatSync(GradientSync):
         sizes = [Size(p.numel(), p.element_size(), (p.dtype, p.device)) for p in self._parameters]
         total = sum(size.num_elements * size.element_size for size in sizes)
         cap_bytes = max(1, round(self._bucket_cap_mb * MB), total // MOST_BUCKETS)
-        first_cap_bytes = min(round(FIRST_BUCKET_MB * MB), cap_bytes)
+        first_cap_bytes = min(round(self.first_bucket_mb * MB), cap_bytes)
         self.layout = plan_layout(sizes, order, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes)
+        self._send_order: Sequence[int] = range(len(self.layout.buckets))
         self._buffers = self.allocate(self.layout)
         # Where the flags begin in each buffer.
         self._num_gradients = {
@@ -268,10 +270,10 @@ class FlatSync(GradientSync):
         self._pack_start_ns = self._pack_busy_ns = 0
 
     def _announce(self) -> None:
-        """Hand on every bucket whose turn it is: in bucket order on all ranks, whatever order they fill in."""
-        while self._announced < len(self._missing) and self._missing[self._announced] == 0:
+        """Hand on every bucket whose turn it is: in one order on all ranks, whatever order they fill in."""
+        while self._announced < len(self._send_order) and self._missing[self._send_order[self._announced]] == 0:
             self._announced += 1
-            self.bucket_ready(self._announced - 1)
+            self.bucket_ready(self._send_order[self._announced - 1])
 
     def _settle_untouched(self, number: int, parameter: nn.Parameter) -> None:
         """No gradient came in this backward: there is an older one to be averaged, or the flag is set."""

@@ -46,6 +46,7 @@ class Progress:
 
 def save(folder: Path, worker: Worker, progress: Progress, communicator: Communicator, keeper: int = 0) -> None:
     """Collective. Nothing that looks like a checkpoint exists before every rank's part is on disk."""
+    worker.sync.synchronize()
     name = f"step-{progress.step:08d}"
     aside = folder / f".{name}.part"
     aside.mkdir(parents=True, exist_ok=True)

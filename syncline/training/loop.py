@@ -128,6 +128,7 @@ class Loop:
 
     def _end_epoch(self, progress: Progress) -> None:
         """Totals of the epoch over all ranks, then evaluation, then a checkpoint."""
+        self.worker.sync.synchronize()
         if not self.plan.replayed:
             self._total_epoch(progress)
         if self._epoch_ended(progress):

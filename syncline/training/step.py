@@ -73,17 +73,17 @@ def seed_forward(seed: int, rank: int, step: int) -> None:
 
 
 def train_step(worker: Worker, shard: Shard) -> StepResult:
-    result = gradient_step(worker, shard)
+    # Clipping looks at all gradients, so it needs them all to have arrived.
+    result = gradient_step(worker, shard, worker.sync.finish if worker.clip_norm else worker.sync.finish_for_update)
 
     # Every rank holds the same gradient and the same optimiser state, so all copies of the model stay equal.
     with worker.phase("update"):
         worker.clip()
-        worker.optimizer.step()
-        worker.optimizer.zero_grad()
+        worker.sync.update(worker.optimizer)
     return result
 
 
-def gradient_step(worker: Worker, shard: Shard) -> StepResult:
+def gradient_step(worker: Worker, shard: Shard, finish: Callable[[], None] | None = None) -> StepResult:
     """All of a step but the update: afterwards every .grad is the mean over the global batch."""
     *first, last = shard.split(worker.accumulate)
     with worker.sync.no_sync() if first else nullcontext():
@@ -92,7 +92,7 @@ def gradient_step(worker: Worker, shard: Shard) -> StepResult:
 
     # Methods that overlap have sent most by now; what is left here is the communication that a user pays for.
     with worker.phase("sync"):
-        worker.sync.finish()
+        (finish or worker.sync.finish)()
     with worker.phase("score"):
         return _result(worker, parts, len(shard.indices))
 
