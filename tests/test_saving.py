@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import Cli
 from helpers import MANY_WORKERS, assert_same
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -121,6 +125,71 @@ def test_on_many_ranks_a_script_goes_on_to_the_last_bit(workers: int, tmp_path: 
         Net().load_state_dict(plain["model"])
         assert plain["steps"] == 4
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(f"{name}.pt" for name in by_rank[0])
+
+
+SCRIPT = """
+import hashlib
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import syncline
+
+path, stop, own_group = sys.argv[1], int(sys.argv[2]), len(sys.argv) > 3
+if own_group:
+    dist.init_process_group("gloo")
+assert syncline.gather(len(sys.argv)) == [len(sys.argv)] * 2, "before there is any wrapper"
+torch.manual_seed(0)
+samples = torch.randn(13, 4), torch.randint(3, (13,))
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 3))
+model = syncline.DataParallel(model, "bucketed")
+torch.manual_seed(model.rank)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = syncline.loader(TensorDataset(*samples), global_batch=5)
+parts = (path, model, optimizer, None, loader)
+if os.path.exists(path):
+    assert syncline.load(*parts) == {"note": "kept"}
+while loader.epoch < 3:
+    for inputs, targets in loader:
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = syncline.mean(loss.item())
+        if (loader.epoch, loader.step) == (1, stop):
+            syncline.save(*parts, note="kept")
+            sys.exit()
+weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+digest = hashlib.sha256(weights).hexdigest()
+if model.rank == 0:
+    print(f"result {digest} {loss}")
+"""
+
+
+def test_a_script_is_stopped_under_one_launcher_and_goes_on_under_another(cli: Cli, tmp_path: Path) -> None:
+    """In new processes, with uneven shards; torchrun's script makes the process group by itself."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", "2", str(script)]
+
+    def launch(path: Path, stop: int) -> str:
+        done = cli("launch", script, "--workers", "2", "--threads", "1", "--", path, stop)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    whole = launch(tmp_path / "never.pt", 0)
+    assert whole.startswith("result ")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    command = [*torchrun, str(tmp_path / "last.pt"), "2", "own group"]
+    stopped = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert stopped.returncode == 0, stopped.stderr
+    assert (tmp_path / "last.pt").exists()
+    assert "result" not in stopped.stdout
+    assert launch(tmp_path / "last.pt", 0) == whole
 
 
 def test_any_part_with_a_state_and_plain_values(tmp_path: Path) -> None:
