@@ -81,7 +81,8 @@ def gather(value: Tensor | float) -> list[Tensor] | list[int] | list[float]:
     own = _as_tensor(value)
     if own.dim() > _MOST_DIMENSIONS or own.dtype not in _DTYPES:
         raise UsageError(f"cannot gather a tensor of {own.dim()} dimensions and type {own.dtype}.")
-    parts = _gathered(own, world.channel())
+    with world.talking() as channel:
+        parts = _gathered(own, channel)
     if isinstance(value, Tensor):
         return [part.to(value.device) for part in parts]
     return [part.item() for part in parts]
@@ -106,13 +107,13 @@ def _as_tensor(value: Tensor | float) -> Tensor:
 
 
 def _summed(own: Tensor, what: str) -> Tensor:
-    channel = world.channel()
-    if channel.world_size == 1:
-        return own
-    total = own.to(channel.device, copy=True)
-    with channel.scope(what):
-        channel.all_reduce(total, label=what)
-    return total.cpu()
+    with world.talking() as channel:
+        if channel.world_size == 1:
+            return own
+        total = own.to(channel.device, copy=True)
+        with channel.scope(what):
+            channel.all_reduce(total, label=what)
+        return total.cpu()
 
 
 def _gathered(own: Tensor, channel: Communicator) -> list[Tensor]:

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from syncline import world
 from syncline.accounting.statistics import timing
 from syncline.comm import Communicator
 from syncline.comm.clock import note_clock
@@ -93,6 +94,7 @@ class Recording:
         self._steps = _Steps(self._log)
         _recorded.update((self.model, self.optimizer))
         self._hooks = self._steps.watch(self.model, self.optimizer)
+        self._stop_listening = world.listen(self._steps.on_talk)
         return self
 
     def __exit__(
@@ -100,6 +102,7 @@ class Recording:
     ) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._stop_listening()
         _recorded.difference_update((self.model, self.optimizer))
         self._world.untrace()
         self._log.close()
@@ -151,6 +154,7 @@ class _Steps:
         self._open = False
         self._step_start = self._free_since = time.monotonic_ns()
         """Since when nothing that is recorded has been going on: what follows until forward is data."""
+        self._talks: list[tuple[int, int]] = []
         self._children = _pids_of_children()
         self._forward_start: int | None = None
         self._backward_start: int | None = None
@@ -167,6 +171,10 @@ class _Steps:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return hooks + [parameter.register_post_accumulate_grad_hook(self._on_ready) for parameter in trained]
 
+    def on_talk(self, start_ns: int, end_ns: int) -> None:
+        """The loop exchanged figures or wrote a checkpoint."""
+        self._talks.append((start_ns, end_ns))
+
     def _on_forward(self, _model: nn.Module, _inputs: Any) -> None:
         if not torch.is_grad_enabled() or self._update_start is not None:
             return  # evaluation; or an optimiser that calls the model itself, and then all of it is update
@@ -176,6 +184,11 @@ class _Steps:
             self._open = True
             self._log.step = self._number
             self._step_start = self._free_since
+        for start, end in self._talks:  # figures and checkpoints: nobody loads data meanwhile
+            if start >= self._free_since:
+                self._phase("data", self._free_since, start)
+                self._free_since = end
+        self._talks.clear()
         self._phase("data", self._free_since, now)
         self._note_loader()
         self._forward_start = self._free_since = now

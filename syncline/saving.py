@@ -49,8 +49,11 @@ def save(
     `others` are more parts by name: whatever has a state_dict (scaler, ema, a second model), and plain values.
     Gradients are not saved: call it after the optimiser's step.
     """
-    parts = _parts(model, optimizer, scheduler, loader, others)
-    channel = world.channel()
+    with world.talking() as channel:
+        _save(Path(path), _parts(model, optimizer, scheduler, loader, others), channel)
+
+
+def _save(path: Path, parts: Mapping[str, Any], channel: Communicator) -> None:
     models = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     blobs = _to_rank_0(channel, _packed(_of_rank(channel, models)))
     problem = ""
@@ -62,7 +65,7 @@ def save(
             "ranks": [_unpacked(blob) for blob in blobs],
             "sync": {name: _order(part) for name, part in models.items() if isinstance(part, DataParallel)},
         }
-        problem = _problem(lambda: _write(Path(path), content))
+        problem = _problem(lambda: _write(path, content))
     problem = _from_rank_0(channel, problem.encode()).decode()
     if problem:
         raise UsageError(

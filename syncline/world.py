@@ -7,7 +7,10 @@ threads of one process.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -31,6 +34,7 @@ class _OfThread(threading.local):
         self.channel: Communicator | None = None
         """The same, with every call compared across ranks; made when somebody first talks."""
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.listeners: list[Callable[[int, int], None]] = []
 
 
 _here = _OfThread()
@@ -63,6 +67,22 @@ def place() -> Place:
         return Place(dist.get_rank(), dist.get_world_size())
     placement = placement_from_environment()
     return Place(placement.rank, placement.world_size) if placement else Place(0, 1)
+
+
+@contextmanager
+def talking() -> Iterator[Communicator]:
+    """The channel, for figures and checkpoints; whoever records this thread learns how long it took."""
+    start_ns = time.monotonic_ns()
+    yield channel()
+    for listener in _here.listeners:
+        listener(start_ns, time.monotonic_ns())
+
+
+def listen(listener: Callable[[int, int], None]) -> Callable[[], None]:
+    """Call `listener(start_ns, end_ns)` after each talk of this thread, until what is returned is called."""
+    listeners = _here.listeners
+    listeners.append(listener)
+    return lambda: listeners.remove(listener)
 
 
 def channel(deadline_s: float = Communicator.deadline_s) -> Communicator:

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import syncline
-from syncline import recording
+from syncline import recording, world
 from syncline.errors import RunFolderError, UsageError
 from syncline.spans import Record, read_log
 from syncline.store import RunFolder
@@ -112,6 +112,30 @@ def test_several_forwards_before_an_update_are_one_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_counting_clock")
+@pytest.mark.usefixtures("_counting_clock")
+def test_figures_are_not_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the loop asks for them after the update, between backward and update, or after forward."""
+    monkeypatch.setattr(world, "time", recording.time)
+    model, optimizer = made()
+    with syncline.record(model, optimizer, tmp_path / "run"):
+        for _ in range(2):
+            loss = model(torch.ones(2, 4)).sum()
+            syncline.mean(loss)
+            loss.backward()
+            syncline.mean(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            syncline.mean(loss)
+            syncline.sum(1)
+    syncline.mean(1.0)
+    records = records_of(tmp_path / "run")
+    phases = [one for one in records if one["kind"] == "phase" and one["step"] == 1]
+    assert [phase["name"] for phase in phases] == ["data", "data", *STEP]
+    assert sum(phase["end"] - phase["start"] for phase in phases if phase["name"] == "data") < 6
+    gaps = [later["start"] - phase["end"] for phase, later in itertools.pairwise(phases)]
+    assert [gap > 0 for gap in gaps] == [True, True, False, False, False, True], "figures are between phases"
+
+
 def test_evaluation_belongs_to_no_step(tmp_path: Path) -> None:
     model, optimizer = made()
     with syncline.record(model, optimizer, tmp_path / "run"):

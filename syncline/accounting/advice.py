@@ -276,7 +276,11 @@ def unexplained(facts: Facts) -> Advice | None:
     share = facts.breakdown.share("other")
     if share <= UNEXPLAINED:
         return None
-    return Advice("other", f"{share:.0%} of the step is outside every phase of the log: nothing explains it.")
+    text = (
+        f"{share:.0%} of the step is outside every phase of the log. In a recorded loop, that is what it does "
+        "between backward and update, and its calls of syncline.mean, sum, gather and save."
+    )
+    return Advice("other", text)
 
 
 RULES: tuple[Rule, ...] = (
