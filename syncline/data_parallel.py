@@ -15,16 +15,17 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from syncline import world
 from syncline.comm import Communicator, devices, instrumented
@@ -32,47 +33,62 @@ from syncline.comm.mpi_backend import connect_mpi
 from syncline.comm.shared_memory import count_hosts
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.comm.torch_backend import adopt, connect
+from syncline.drop_in import DropIn
 from syncline.errors import PlanError, UsageError
+from syncline.joining import ShadowHook, UnevenInputs, uneven_inputs
 from syncline.launcher.adopt import placement_from_environment
 from syncline.launcher.route import find_meeting
-from syncline.methods import METHODS, BatchNorm, Collective, Order, TransferDtype, Unused, current_name, method_of
+from syncline.methods import (
+    METHODS,
+    ON_LINKS,
+    BatchNorm,
+    Collective,
+    Order,
+    TransferDtype,
+    Unused,
+    current_name,
+    method_of,
+)
 from syncline.plan import parse_plan
 from syncline.resolve import choose_method
 from syncline.spans import EventLog
 from syncline.sync import GradientSync, make_sync
-from syncline.sync.base import broadcast_state, in_backward, share_buffers, when_garbage
+from syncline.sync.base import SameStart, in_backward, when_garbage
 from syncline.sync.batch_norm import Statistics, SyncBatchNorm, attach, refuse_shared_channel, synchronise_batch_norm
-from syncline.sync.ddp import DDP
 from syncline.sync.flat import FlatSync
 from syncline.sync.hooks import CommHook
+from syncline.torch_keywords import (
+    Device,
+    batch_norm_of,
+    check_delayed,
+    check_parameters,
+    group_of,
+    method_and_devices,
+    names_to_ignore,
+    on_device,
+    one_device,
+    refuse,
+    same_start,
+)
 from syncline.training.step import standing_in
 from syncline.weighing import Weigher
 
-REFUSED = {
-    "init_sync": "every rank always starts with rank 0's parameters",
-    "dim": "batches are split by the caller",
-    "output_device": "a module on several devices is not supported",
-    "check_reduction": "torch ignores it too",
-    "delay_all_reduce_named_params": "buckets follow the order in which gradients become ready",
-    "param_to_hook_all_reduce": "buckets follow the order in which gradients become ready",
-    "mixed_precision": "use transfer_dtype for 16-bit transfers, and autocast for 16-bit compute",
-    "device_mesh": "give process_group",
-    "skip_all_reduce_unused_params": "use unused='zero' or 'error'",
-    "bucket_cap_mb_list": "use bucket_cap_mb",
-    "batched_grad_copy": "gradients are views of their bucket already",
-}
-"""Keywords of torch's DistributedDataParallel that have no meaning here, and what to do instead."""
 
-
-class DataParallel(nn.Module):
+class DataParallel(DropIn, Joinable):
     """`module` with gradients averaged over ranks by `method`. Collective."""
 
     def __init__(
         self,
         module: nn.Module,
-        method: str = "auto",
-        *,
+        method: str | Sequence[Device] | None = "auto",
+        output_device: Device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        *,
         collective: Collective | None = None,
         transfer_dtype: TransferDtype | None = None,
         groups: int | None = None,
@@ -84,44 +100,55 @@ class DataParallel(nn.Module):
         strict: bool | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         batch_norm: BatchNorm | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        broadcast_buffers: bool = False,
+        device_ids: Sequence[Device] | None = None,
+        device_mesh: dist.DeviceMesh | None = None,
         forward_sync_buffers: bool | None = None,
-        find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
-        device_ids: list[int | torch.device] | None = None,
+        gradient_as_bucket_view: bool = True,
+        check_reduction: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
         deadline_s: float = 120.0,
         log: EventLog | None = None,
         **refused: Never,
     ) -> None:
-        """Options from `bucket_cap_mb` to `strict` are a plan's; refuses one that the method does not have. Method
-        ahead needs the `optimizer` that updates the module; other methods ignore it.
+        """`bucket_cap_mb` and those from `collective` to `strict` are options of a plan; refuses one that the method
+        does not have. Method ahead needs the `optimizer` that updates the module; other methods ignore it.
 
         `batch_norm` is local (statistics of the own batch), broadcast (rank 0's buffers before each forward) or
-        sync (statistics over all ranks' batches); the default is broadcast for ddp and local for the others.
+        sync (statistics over all ranks' batches). The default is broadcast, as with torch's class.
 
-        For scripts written for torch's class, `find_unused_parameters` means `unused="zero"`, and
-        `gradient_as_bucket_view`, `static_graph` and `device_ids` change nothing."""
+        The other keywords are those of torch's DistributedDataParallel, and a list in the method's place is its
+        `device_ids`: docs/drop_in.md says what each does here."""
         super().__init__()
-        for name in refused.keys() & REFUSED.keys():
-            raise PlanError(f"DataParallel does not accept {name}: {REFUSED[name]}.")
+        Joinable.__init__(self)
+        method, device_ids = method_and_devices(method, device_ids)
+        bucket_cap_mb = max(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
         options = {
             "bucket_cap_mb": bucket_cap_mb, "collective": collective, "transfer_dtype": transfer_dtype,
             "groups": groups, "overlap": overlap, "chunk_mb": chunk_mb, "order": order, "barrier": barrier,
             "strict": strict,
-            "unused": unused or ("zero" if find_unused_parameters else None), **refused,
+            "unused": unused or ("zero" if find_unused_parameters or static_graph else None), **refuse(refused),
         }  # fmt: skip
-        if device_ids is not None and len(device_ids) > 1:
-            raise PlanError("DataParallel uses one device per process.", action="Start one process per device.")
-        _check_parameters(module)
-        self.module = module
+        check_parameters(module)
+        check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.module, self.dim, self.static_graph = module, dim, static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.device_ids, self.output_device = one_device(module, device_ids, output_device)
+        self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
+        self.parameters_to_ignore = names_to_ignore(module)
         self.log = log or EventLog(keep=False)
-        # The first is what older versions of torch call the second.
-        buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self._settings = _Settings(method, options, batch_norm, buffers, deadline_s)
-        self._process_group = process_group
+        batch_norm = batch_norm or batch_norm_of(broadcast_buffers, forward_sync_buffers)
+        start = same_start(init_sync, broadcast_buffers, forward_sync_buffers)
+        self._settings = _Settings(method, options, batch_norm, start, deadline_s)
+        self._shares_buffers = batch_norm == "broadcast"
+        self._finds_unused = find_unused_parameters or unused == "zero"
+        self._process_group = group_of(process_group, device_mesh)
         self._forget_ranks()
+        self.device_mesh = device_mesh
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
         if optimizer is None and method_of(method).overlaps_steps:
@@ -133,9 +160,10 @@ class DataParallel(nn.Module):
     def _forget_ranks(self) -> None:
         # In a list, or it would be registered as a second submodule. Empty in a copy that has not met the others yet.
         self._attached: list[nn.Module] = []
+        self._forget_hooks()
         self._ends_backward = False
-        self._accumulates = False
-        self._uneven: _UnevenInputs | None = None
+        self._optimized_in_backward: list[nn.Parameter] | None = None
+        self._uneven: UnevenInputs | None = None
         self._weigher = Weigher()
 
     def _attach(self) -> None:
@@ -156,9 +184,10 @@ class DataParallel(nn.Module):
         self.log.method = self.method
         policy = wanted.batch_norm
         self.sync = make_sync(self.method, self.communicator, log=self.log, batch_norm=policy, **chosen)
+        self.sync.ignored, self.sync.same_start = frozenset(self.parameters_to_ignore), wanted.same_start
+        self.sync.static_graph = self.static_graph
         self._attached = [attach(self.sync, self.module, "sync" if policy == "sync" else None)]
-        shares = wanted.broadcast_buffers if policy is None else policy == "broadcast"
-        self.sync.shares_buffers = shares and not row.broadcasts_buffers
+        self._tell_method()
         # Weakly, or the two would hold each other until the garbage collector looks.
         this = weakref.ref(self)
         self.sync.on_gradient = lambda: None if (wrapper := this()) is None else wrapper._at_end_of_backward()
@@ -180,13 +209,21 @@ class DataParallel(nn.Module):
             self._attach()
         if not in_backward():
             self._ends_backward = False  # a backward that raised did not come to its end
-        if self._uneven is not None and torch.is_grad_enabled() and not self._accumulates:
-            self._uneven.announce(active=True)
+        if self._uneven is not None:
+            self._uneven.before_forward()
+        elif self._join_config.enable and self._torch_s is not None:
+            self._torch_s._join_config = self._join_config
+        if self._optimized_in_backward is None:
+            self._optimized_in_backward = self._take_over_optimizers()
         module = self._modules["module"]  # to ask for self.module waits for what is on its way
         assert module is not None
+        if self.device_ids:
+            args, kwargs = on_device((args, kwargs), next(module.parameters()).device)
         weight = self._weigher.forward_begins(module) if torch.is_grad_enabled() else None
+        self._run_buffer_hook(_BufferCommHookLocation.PRE_FORWARD)
         with standing_in(module, when=weight == 0):
             outputs = self._attached[0](*args, **kwargs)
+        self._run_buffer_hook(_BufferCommHookLocation.POST_FORWARD)
         if weight is not None:
             self._weigher.watch(tensors_in(outputs), weight)
         if self.sync.expects and torch.is_grad_enabled() and not self._accumulates:
@@ -198,41 +235,71 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward accumulates locally; the next backward outside averages the sum."""
-        before, self._accumulates = self._accumulates, True
+        """The backward of a forward inside accumulates locally; the next average is of the sum."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
-            with self.sync.no_sync():
-                yield
+            yield
         finally:
-            self._accumulates = before
+            self.require_backward_grad_sync = before
+
+    def _make_buckets(self) -> None:
+        if method_of(self._settings.method).is_choice and self.method != ON_LINKS:
+            self.sync.detach()
+            self._settings = replace(self._settings, method=ON_LINKS)
+            self._attach()
+            self.reason = "a communication hook needs buckets"
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """torch's communication hooks, for the methods with buckets: the hook averages each bucket."""
-        self.sync.register_comm_hook(state, hook)
+        """torch's communication hooks, for the methods with buckets: the hook averages each bucket. Method auto
+        becomes bucketed; then it is collective."""
+        self._register_hook(state, hook, getattr(hook, "__qualname__", ""))
 
-    @contextmanager
-    def join(self) -> Iterator[None]:
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
         """Around a loop in which ranks may have different numbers of batches.
 
-        A rank that is done takes part with zero gradients until all are, and ends with the others' parameters. As
-        with torch's class, the mean is over the whole world.
+        A rank that is done takes part with zero gradients until all are, and ends with the others' parameters. The
+        mean is over the whole world, or else over the ranks that still have a batch. With
+        `throw_on_early_termination`, every rank raises as soon as one is done. If not enabled, it does nothing.
         """
+        if not enable:
+            return nullcontext()
+        if not throw_on_early_termination:
+            self._refuse_synchronised_batch_norm()
+        if self._torch_s is not None:
+            context: AbstractContextManager[None] = self._torch_s.join(
+                divide_by_initial_world_size, enable, throw_on_early_termination
+            )
+            return context
+        by_world_size, throws = divide_by_initial_world_size, throw_on_early_termination
+        return uneven_inputs(self, divide_by_initial_world_size=by_world_size, throws=throws)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's own `Join` context."""
+        self._refuse_synchronised_batch_norm()
+        if self._torch_s is not None:
+            hook: JoinHook = self._torch_s.join_hook(**kwargs)
+            return hook
+        return ShadowHook(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.communicator.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    def _refuse_synchronised_batch_norm(self) -> None:
         if any(isinstance(layer, SyncBatchNorm) for layer in self.module.modules()):
             raise PlanError(
                 "join does not work with batch-norm statistics over all ranks' batches.",
                 action='Use batch_norm = "local", or give every rank the same number of batches.',
             )
-        if isinstance(self.sync, DDP):
-            with self._attached[0].join():  # type: ignore[operator]
-                yield
-            return
-        self._uneven = _UnevenInputs(self)
-        try:
-            yield
-            self._uneven.shadow()
-        finally:
-            self._uneven = None
-            self.sync.buffers_root = 0
 
     def synchronize(self) -> None:
         """Wait for what method ahead has left on its way: gradients hold the mean, updates are applied. Before you
@@ -284,11 +351,18 @@ class DataParallel(nn.Module):
     def _end_backward(self) -> None:
         self._ends_backward = False
         self.sync.backward_ended()
+        if not self.sync.expects:
+            if self._uneven is not None:
+                self._uneven.after_average()
+            self._after_average()
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs to meet the other ranks by itself, at its first forward. Copying talks to nobody."""
         self.synchronize()
-        left_here = ("communicator", "sync", "log", "_attached", "_process_group", "_uneven", "_weigher")
+        left_here = (
+            "communicator", "sync", "log", "device_mesh", "_attached", "_process_group", "_uneven", "_weigher",
+            "_comm_hooks", "_buffer_hook", "_buffer_futures", "_optimized_in_backward",
+        )  # fmt: skip
         return {key: value for key, value in self.__dict__.items() if key not in left_here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -312,19 +386,8 @@ class _Settings:
     method: str
     options: dict[str, Any]
     batch_norm: BatchNorm | None
-    broadcast_buffers: bool
+    same_start: SameStart
     deadline_s: float
-
-
-def _check_parameters(module: nn.Module) -> None:
-    parameters = list(module.parameters())
-    if any(isinstance(parameter, UninitializedParameter) for parameter in parameters):
-        raise PlanError("the module has parameters without a shape.", action="Run one forward before you wrap it.")
-    if not any(parameter.requires_grad for parameter in parameters):
-        raise PlanError(
-            "the module has no parameter that requires a gradient, so there is nothing to average.",
-            action="Call the module itself.",
-        )
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
@@ -371,36 +434,6 @@ def _with_prefix(wrapper: DataParallel, state: dict[str, Any], prefix: str, *_re
     own = wrapper.module.state_dict().keys()
     for key in [key for key in state if key.startswith(prefix) and key.removeprefix(prefix) in own]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
-
-
-class _UnevenInputs:
-    """Inside `join`: before every forward that leads to an average, ranks say whether they still have a batch."""
-
-    def __init__(self, wrapper: DataParallel) -> None:
-        self.wrapper = wrapper
-        self.last_active: list[int] = []
-
-    def announce(self, *, active: bool) -> bool:
-        comm = self.wrapper.communicator
-        with comm.scope("join"):
-            flags = comm.all_gather(torch.tensor([int(active)], device=comm.device), label="still active")
-        ranks = [rank for rank, flag in enumerate(flags) if flag.item()]
-        self.last_active = ranks or self.last_active
-        self.wrapper.sync.buffers_root = self.root
-        return bool(ranks)
-
-    def shadow(self) -> None:
-        """Join in with zeros until all ranks are done, then adopt the state of the last to finish."""
-        while self.announce(active=False):
-            if self.wrapper.sync.shares_buffers and self.wrapper.training:
-                share_buffers(self.wrapper.communicator, self.wrapper.module, root=self.root)
-            self.wrapper.sync.finish_without_gradients()
-        broadcast_state(self.wrapper.communicator, self.wrapper.module, root=self.root)
-
-    @property
-    def root(self) -> int:
-        """A rank that was there to the last: its parameters and buffers count."""
-        return self.last_active[-1] if self.last_active else 0
 
 
 def _connect(

@@ -17,8 +17,10 @@ SynclineError                what was wrong, where (rank, step) and what to do n
 from __future__ import annotations
 
 
-class SynclineError(Exception):
-    """Base of the tree. `action` is one sentence that tells the user what to do next."""
+class SynclineError(RuntimeError):
+    """Base of the tree. A RuntimeError, as errors of torch are, so that a script which catches those catches these.
+
+    `action` is one sentence that tells the user what to do next."""
 
     exit_code = 1
 

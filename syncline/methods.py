@@ -176,7 +176,7 @@ _ROWS = (
     Method(
         name="auto",
         about="shared-memory if all ranks are on one host, otherwise bucketed",
-        options=("unused",),
+        options=("bucket_cap_mb", "unused"),
     ),
 )
 METHODS: Mapping[str, Method] = {row.name: row for row in _ROWS}

@@ -32,6 +32,7 @@ def resolve(
         changes["loaders"] = default_loaders(name, ranks_per_host) if plan.loaders is None else plan.loaders
     if plan.method_row.is_choice:
         changes["method"], why = choose_method(device=plan.device, workers=plan.workers, num_hosts=num_hosts)
+        changes["options"] = plan.options_for(changes["method"])
         sentence += f" Method {changes['method']}: {why}."
     return plan.replace(**changes), sentence
 

@@ -1,9 +1,8 @@
-"""DataParallel in one process: a world of one, keywords of torch's class, what is refused, state."""
+"""DataParallel in one process: a world of one, options, what is refused, state."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any, Never, get_type_hints
 
@@ -11,10 +10,8 @@ import pytest
 import torch
 from helpers import MANY_WORKERS, assert_same, expected_mean, gradients, integer_loss, integer_model
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import syncline
-from syncline.data_parallel import REFUSED
 from syncline.errors import PlanError, UsageError
 from syncline.plan import Options
 from syncline.sync.flat import FlatSync
@@ -43,40 +40,11 @@ def test_every_method_runs_alone(method: str) -> None:
     wrapped.close()
 
 
-ACCEPTED = {
-    "find_unused_parameters": True,
-    "gradient_as_bucket_view": True,
-    "static_graph": True,
-    "broadcast_buffers": True,
-    "forward_sync_buffers": True,
-    "device_ids": None,
-    "bucket_cap_mb": 10,
-    "process_group": None,
-}
-
-
-@pytest.mark.parametrize("name", ACCEPTED)
-def test_keyword_of_torch_s_class_is_accepted(name: str) -> None:
-    wrapped = syncline.DataParallel(nn.BatchNorm1d(3), "bucketed", **{name: ACCEPTED[name]})
-    wrapped(torch.randn(4, 3)).sum().backward()
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_keyword_of_torch_s_class_is_refused_by_name(name: str) -> None:
-    with pytest.raises(PlanError, match=f"does not accept {name}: "):
-        syncline.DataParallel(nn.Linear(2, 2), "bucketed", **{name: None})
-
-
 def test_every_option_of_a_plan_is_a_keyword_with_the_same_type() -> None:
     spelled_out = get_type_hints(syncline.DataParallel.__init__)
     for name, field in Options.model_fields.items():
         assert spelled_out[name] == field.annotation, name
     assert spelled_out["refused"] is Never, "a type checker must flag what is neither"
-
-
-def test_no_keyword_of_torch_s_class_is_forgotten() -> None:
-    torch_s = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", "module"}
-    assert torch_s - ACCEPTED.keys() - REFUSED.keys() == set()
 
 
 def test_scripts_that_find_unused_parameters_run_alone_too() -> None:

@@ -501,7 +501,7 @@ def test_compiled_before_and_after_wrapping(results: Any) -> None:
     ("make", "words"),
     [
         (lambda: nn.ReLU(), "no parameter that requires a gradient"),
-        (lambda: nn.LazyLinear(3), "parameters without a shape"),
+        (lambda: nn.LazyLinear(3), "uninitialized parameters"),
     ],
 )
 def test_module_that_cannot_be_wrapped_is_refused(make: Callable[[], nn.Module], words: str) -> None:

@@ -320,7 +320,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def _is_communication(error: BaseException) -> bool:
     if isinstance(error, CommunicationError):
         return True
-    if not isinstance(error, RuntimeError):
+    if isinstance(error, SynclineError) or not isinstance(error, RuntimeError):
         return False
     from torch.distributed import DistError
 

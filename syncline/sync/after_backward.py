@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from syncline.comm.communicator import Communicator
 from syncline.errors import ContractError
 from syncline.methods import Unused
-from syncline.sync.base import Announced, GradientSync, broadcast_state, in_backward, in_one_piece
+from syncline.sync.base import Announced, GradientSync, in_backward, in_one_piece
 from syncline.sync.sparse import average_sparse
 
 
@@ -24,7 +24,7 @@ class AfterBackward(GradientSync):
 
     def __init__(self, communicator: Communicator, *, unused: Unused = "error") -> None:
         super().__init__(communicator)
-        self._unused = unused
+        self.unused = unused
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._ready_ns: dict[str, int] = {}
         self._put_off: list[str] = []
@@ -35,8 +35,8 @@ class AfterBackward(GradientSync):
         """Replace one gradient by its mean over ranks, in place."""
 
     def attach(self, model: nn.Module) -> nn.Module:
-        broadcast_state(self.communicator, model)
-        self._model, self._named = model, list(model.named_parameters())
+        self._start(model)
+        self._model, self._named = model, self._averaged(model)
         self._follow()
         return Announced(model, self)
 
@@ -53,7 +53,7 @@ class AfterBackward(GradientSync):
         if not self._expects or not self._ready_ns:
             return
         with self.communicator.scope("gradients"):
-            if self._unused == "zero":
+            if self.unused == "zero":
                 self._fill_in()
             elif missing := self._missing():
                 self._raise_missing(missing)
@@ -65,7 +65,7 @@ class AfterBackward(GradientSync):
 
     def backward_ended(self) -> None:
         """Puts the average off if gradients are missing: another output may be backpropagated next."""
-        self._put_off = self._missing() if self._unused == "error" and self._ready_ns else []
+        self._put_off = self._missing() if self.unused == "error" and self._ready_ns else []
         if not self._put_off:
             self.finish()
 

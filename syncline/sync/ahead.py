@@ -112,7 +112,7 @@ class Ahead(Bucketed):
             self.link = measure_link(self._sender.channels[0], self.communicator)
             if self._chunk_mb is None:
                 total = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-                self._bucket_cap_mb = chunk_bytes(self.link, total) / MB
+                self.bucket_cap_mb = chunk_bytes(self.link, total) / MB
         module = super().attach(model)
         if self.communicator.world_size > 1:
             this = weakref.ref(self)
@@ -244,10 +244,10 @@ class Ahead(Bucketed):
 
     def state(self) -> dict[str, Any]:
         self.synchronize()
-        return {**super().state(), "chunk_mb": self._bucket_cap_mb}
+        return {**super().state(), "chunk_mb": self.bucket_cap_mb}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self._bucket_cap_mb = state.get("chunk_mb", self._bucket_cap_mb)
+        self.bucket_cap_mb = state.get("chunk_mb", self.bucket_cap_mb)
         super().load_state({key: value for key, value in state.items() if key == "order"})
 
     @property

@@ -14,21 +14,26 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _unsafe_preserve_version_counter
 from torch.utils.hooks import RemovableHandle
 
 from syncline.comm.communicator import Communicator
 from syncline.errors import PlanError
+from syncline.methods import Unused
 from syncline.spans import EventLog
 from syncline.sync.hooks import CommHook
 
 _expecting: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientSync]] = weakref.WeakKeyDictionary()
 """Who averages the next backward of a model. Two methods on one model would divide its gradients twice."""
+
+
+SameStart = Literal["all", "parameters", "nothing"]
 
 
 class GradientSync(ABC):
@@ -37,6 +42,8 @@ class GradientSync(ABC):
     rebuilds_after_first_backward = False
     """True if the summation order changes after the first backward: a run that must be repeatable bit for bit,
     also from a checkpoint, makes one discarded backward first."""
+    has_rebuilt = False
+    """The buckets follow the order in which gradients became ready."""
     holds_gradients = False
     """True if `.grad` lies in the method's buffers, so that gradients need no other memory."""
 
@@ -46,8 +53,18 @@ class GradientSync(ABC):
         """Where time spent on copying gradients is noted; make_sync puts the rank's own here."""
         self.on_gradient: Callable[[], None] | None = None
         """Called at each gradient of a backward that is averaged: how a caller learns that one is under way."""
+        self.ignored: frozenset[str] = frozenset()
+        """Parameters and buffers that stay each rank's own. Set before attach, as the next two."""
+        self.same_start: SameStart = "all"
+        """What every rank gets from rank 0 in attach."""
+        self.static_graph = False
+        """Each backward uses parameters as the first did, also several times."""
+        self.unused: Unused = "error"
+        self.graph_is_static = True
+        """Every backward so far left the same parameters without a gradient."""
         self._model: nn.Module | None = None
-        self._paused = False
+        self.paused = False
+        """The backward of a forward that begins now is not averaged."""
         self._expects = False
         """A backward that is to be averaged is on its way, or under way. Hooks do nothing otherwise."""
         self.shares_buffers = False
@@ -78,15 +95,28 @@ class GradientSync(ABC):
     def no_sync(self) -> Iterator[None]:
         """A forward inside is not averaged: its backward accumulates locally and nothing is sent. The next finish
         outside sends the sum."""
-        before, self._paused = self._paused, True
+        before, self.paused = self.paused, True
+        self.settings_changed()
         try:
             yield
         finally:
-            self._paused = before
+            self.paused = before
+            self.settings_changed()
+
+    def settings_changed(self) -> None:  # noqa: B027  (most methods read them where they need them)
+        """`paused`, `shares_buffers` or `unused` was set after attach."""
 
     def expect_backward(self) -> None:
         """A forward begins: its backward is averaged, unless no_sync is on. Collective if buffers are shared."""
-        if self._paused or not torch.is_grad_enabled() or self._model is None:
+        if self.paused or not torch.is_grad_enabled() or self._model is None:
+            return
+        self.expect()
+        if self.shares_buffers and self._model.training:
+            share_buffers(self.communicator, self.buffers_to_share(), root=self.buffers_root)
+
+    def expect(self) -> None:
+        """The next backward is averaged, whatever its forward was."""
+        if self._model is None:
             return
         other = _expecting.get(self._model)
         if other is None or (rival := other()) is not self:
@@ -95,8 +125,6 @@ class GradientSync(ABC):
             _expecting[self._model] = weakref.ref(self)
         self._expects = True
         self.forward_begins()
-        if self.shares_buffers and self._model.training:
-            share_buffers(self.communicator, self._model, root=self.buffers_root)
 
     def expect_again(self) -> None:
         """A backward has come to an output of a forward that was averaged before: this one is averaged too."""
@@ -166,6 +194,19 @@ class GradientSync(ABC):
         """After attach: sum in the order of the run that `state` comes from."""
         assert not state, f"{type(self).__name__} keeps no state"
 
+    def _start(self, model: nn.Module) -> None:
+        """The same start on every rank. Collective."""
+        if self.same_start != "nothing":
+            buffers = self.same_start == "all"
+            broadcast_state(self.communicator, model, ignored=self.ignored, buffers=buffers)
+
+    def buffers_to_share(self) -> list[Tensor]:
+        assert self._model is not None, "attach a model first"
+        return [buffer for name, buffer in self._model.named_buffers() if name not in self.ignored]
+
+    def _averaged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter in model.named_parameters() if name not in self.ignored]
+
     def _watch(self, parameters: list[nn.Parameter], on_ready: Callable[[Self, int, Tensor], None]) -> None:
         """Call `on_ready(self, number, parameter)` for each gradient of a backward that is averaged.
 
@@ -224,29 +265,39 @@ class Single(GradientSync):
         pass
 
 
-def broadcast_state(communicator: Communicator, model: nn.Module, *, root: int = 0) -> None:
+def broadcast_state(
+    communicator: Communicator,
+    model: nn.Module,
+    *,
+    root: int = 0,
+    ignored: Collection[str] = (),
+    buffers: bool = True,
+) -> None:
     """The root's parameters and buffers on every rank."""
     with communicator.scope("attach"):
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            values = tensor.data
-            dense = in_one_piece(values)
-            communicator.broadcast(dense, root=root, label=name)
-            if dense is not values:
-                values.copy_(dense)
+        for name, tensor in [*model.named_parameters(), *(model.named_buffers() if buffers else ())]:
+            if name not in ignored:
+                values = tensor.data
+                dense = in_one_piece(values)
+                communicator.broadcast(dense, root=root, label=name)
+                if dense is not values:
+                    values.copy_(dense)
 
 
-def share_buffers(communicator: Communicator, model: nn.Module, *, root: int = 0) -> None:
+def share_buffers(communicator: Communicator, buffers: Iterable[Tensor], *, root: int = 0) -> None:
     """The root's buffers on every rank: one message for each dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in model.buffers():
+    for buffer in buffers:
         groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     with torch.no_grad(), communicator.scope("buffers"):
-        for (dtype, _), buffers in groups.items():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        for (dtype, _), alike in groups.items():
+            flat = torch.cat([buffer.reshape(-1) for buffer in alike])
             communicator.broadcast(flat, root=root, label=f"buffers of {str(dtype).removeprefix('torch.')}")
             if communicator.rank != root:
-                for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
-                    buffer.copy_(values.view_as(buffer))
+                # A forward that is still to be backpropagated may have kept them; torch's class does the same.
+                with _unsafe_preserve_version_counter(tuple(alike)):
+                    for buffer, values in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
+                        buffer.copy_(values.view_as(buffer))
 
 
 def in_one_piece(tensor: Tensor) -> Tensor:

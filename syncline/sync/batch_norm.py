@@ -4,7 +4,7 @@
     broadcast   the same, but rank 0's running statistics replace the others' before every forward
     sync        mean and variance are those of the global batch: the model computes what one worker would compute
 
-The default is broadcast for ddp, as in PyTorch, and local for the other methods.
+In a plan the default is broadcast for ddp, as in PyTorch, and local for the other methods.
 
 SyncBatchNorm does `sync` on any Communicator; torch's is for GPUs only. Each layer sends its count, mean and sum of
 squared deviations forward, and two sums backward. With m values per channel in all, xhat = (x - mean) / sqrt(variance

@@ -65,6 +65,10 @@ class Bucketed(FlatSync):
         return [self.own_channel(f"buckets {number}") for number in range(groups)]
 
     @property
+    def changes_gradients(self) -> bool:
+        return self._hook is not None  # which may do more than average
+
+    @property
     def scale_early(self) -> float | None:
         return super().scale_early if self._hook is None else None
 
@@ -97,8 +101,15 @@ class Bucketed(FlatSync):
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         if self._hook is not None:
-            raise PlanError("a communication hook is already registered.")
+            raise PlanError(
+                "a communication hook is already registered: "
+                "register_comm_hook or register_builtin_comm_hook can only be called once."
+            )
         self._hook = (state, hook)
+
+    @property
+    def has_rebuilt(self) -> bool:  # type: ignore[override]
+        return self._rebuilt
 
     @property
     def buffer_bytes(self) -> int:
@@ -159,13 +170,13 @@ class Bucketed(FlatSync):
         self._lay_out_anew(order.tolist())
 
     def _lay_out_anew(self, order: list[int]) -> None:
-        # Cloned before the buffers that they lie in are replaced: `finish` has not looked at flags and means yet.
-        # Where there is no gradient the view counts: it may hold the mean of what other ranks have.
+        # These keep the old buffers alive while new ones take their place: `finish` has not looked at flags and means
+        # yet. Where there is no gradient the view counts: it may hold the mean of what other ranks have.
         means = [
-            (view if parameter.grad is None else parameter.grad).clone()
+            view if parameter.grad is None else parameter.grad
             for parameter, view in zip(self._parameters, self._views, strict=True)
         ]
-        flags = {group: buffer[self._num_gradients[group] :].clone() for group, buffer in self._buffers.items()}
+        flags = {group: buffer[self._num_gradients[group] :] for group, buffer in self._buffers.items()}
         ready = self._ready
         self._lay_out(order)
         self._order, self._rebuilt, self._ready = order, True, ready

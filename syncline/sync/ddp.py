@@ -8,8 +8,6 @@ DDP looks at the hook's annotations as objects, so this file does not postpone t
 
 import inspect
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,17 +50,19 @@ class DDP(GradientSync):
             raise PlanError("method ddp needs torch.distributed: ranks that are threads cannot run it.")
         self._group = backend.group
         self._bucket_cap_mb = bucket_cap_mb
-        self._find_unused_parameters = unused == "zero"
-        self._broadcast_buffers = broadcast_buffers
+        self.unused = unused
+        self.shares_buffers = broadcast_buffers
         self._module: DistributedDataParallel | None = None
 
     def attach(self, model: nn.Module) -> nn.Module:
-        buffers: dict[str, Any] = {} if self._broadcast_buffers else {_BUFFERS: False}
+        buffers: dict[str, Any] = {} if self.shares_buffers else {_BUFFERS: False}
         self._module = DistributedDataParallel(
             model,
             process_group=self._group,
             bucket_cap_mb=self._bucket_cap_mb,
-            find_unused_parameters=self._find_unused_parameters,
+            find_unused_parameters=self.unused == "zero" and not self.static_graph,
+            static_graph=self.static_graph,
+            init_sync=self.same_start != "nothing",
             **buffers,
         )
         if not self.log.off:  # a hook costs time even where nobody reads the log; `trace` may add it later
@@ -78,11 +78,11 @@ class DDP(GradientSync):
     def finish(self) -> None:
         """DDP ends its transfers inside backward."""
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        assert self._module is not None, "attach a model first"
-        with self._module.no_sync():
-            yield
+    def settings_changed(self) -> None:
+        if self._module is not None:
+            self._module.require_backward_grad_sync = not self.paused
+            self._module.find_unused_parameters = self.unused == "zero"
+            self._module.broadcast_buffers = self.shares_buffers
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         assert self._module is not None, "attach a model first"

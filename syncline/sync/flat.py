@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from syncline.comm.communicator import Communicator
 from syncline.errors import ContractError, SynclineError
 from syncline.methods import Unused
-from syncline.sync.base import Announced, GradientSync, broadcast_state, in_backward
+from syncline.sync.base import Announced, GradientSync, in_backward
 from syncline.sync.layout import MB, Group, Layout, Size, plan_layout
 from syncline.sync.sparse import average_sparse, no_rows, sparse_weights
 
 MOST_BUCKETS = 2048
 """A cap that would make more is raised: each bucket costs a message, and thousands cost seconds."""
+MANY_BUCKETS, SMALL_BUCKET = 64, 64 * 1024
+"""A smaller cap is raised too, if it would make many, and more than two for each parameter."""
 USED, UNUSED, IDLE, FROZEN = 0, 1, 2, 3
 """What a rank says of a parameter; a rank without a batch says neither used nor unused."""
 
@@ -46,13 +48,18 @@ class FlatSync(GradientSync):
         unused: Unused = "error",
     ) -> None:
         super().__init__(communicator)
-        self._bucket_cap_mb = bucket_cap_mb
-        self._unused = unused
+        self.bucket_cap_mb = bucket_cap_mb
+        self.unused = unused
         self._named: list[tuple[str, nn.Parameter]] = []
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
         """Those that are trained now, and whose gradients lie in the buffers."""
         self._idle = False
+        self._firings: dict[int, int] = {}
+        """With a static graph: how often each parameter's gradient grew in this backward, the last to grow last."""
+        self._expected_firings: list[int] = []
+        """The same of the first backward; empty until it has ended."""
+        self._unused_before: frozenset[int] | None = None
         self._frozen_anew = False
         """requires_grad of some parameter has changed since the buffers were laid out."""
         self._pack_start_ns = self._pack_end_ns = self._pack_busy_ns = 0
@@ -74,6 +81,11 @@ class FlatSync(GradientSync):
         """Return when every bucket holds the mean. Collective."""
 
     @property
+    def changes_gradients(self) -> bool:
+        """Also where there is nobody to average with."""
+        return False
+
+    @property
     def scale_early(self) -> float | None:
         """Factor applied while a gradient is copied into place, which costs nothing there.
 
@@ -85,9 +97,9 @@ class FlatSync(GradientSync):
     # The contract.
 
     def attach(self, model: nn.Module) -> nn.Module:
-        broadcast_state(self.communicator, model)
-        self._named = list(model.named_parameters())
-        if self.communicator.world_size == 1:
+        self._start(model)
+        self._named = self._averaged(model)
+        if self.communicator.world_size == 1 and not self.changes_gradients:
             return model  # the gradients are the mean already
         self._model = model
         self._with_sparse_gradients = sparse_weights(model)
@@ -112,9 +124,12 @@ class FlatSync(GradientSync):
     def finish(self) -> None:
         if not self._expects:
             return
-        for number, parameter in enumerate(self._parameters):
+        self._compare_with_last_backward()
+        for number in [*self._firings, *range(len(self._parameters))]:
             if number not in self._ready:
-                self._settle_untouched(number, parameter)
+                self._settle_untouched(number, self._parameters[number])
+        if self.static_graph and not self._expected_firings:
+            self._expected_firings = [self._firings.get(number, 1) for number in range(len(self._parameters))]
         self._announce()
         self._note_pack()
         self.complete()
@@ -143,6 +158,15 @@ class FlatSync(GradientSync):
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     @property
+    def bucket_sizes(self) -> list[int]:
+        """Bytes of gradients in each bucket, in the order in which they are sent."""
+        ends = self._num_gradients if self._buffers else {}
+        return [
+            max(0, min(bucket.stop, ends[bucket.group]) - bucket.start) * self._buffers[bucket.group].element_size()
+            for bucket in self.layout.buckets
+        ]
+
+    @property
     def holds_gradients(self) -> bool:  # type: ignore[override]
         return bool(self._buffers)
 
@@ -163,7 +187,7 @@ class FlatSync(GradientSync):
 
     def _take_parameters(self) -> None:
         """Buffers and hooks for what is trained now. Collective."""
-        self._taken, self._frozen_anew = self._kinds(), False
+        self._taken, self._frozen_anew, self._expected_firings = self._kinds(), False, []
         trained = [(name, parameter) for name, parameter in self._named if parameter.requires_grad]
         dense = [pair for pair in trained if id(pair[1]) not in self._with_sparse_gradients]
         self._sparse = [pair for pair in trained if id(pair[1]) in self._with_sparse_gradients]
@@ -175,7 +199,8 @@ class FlatSync(GradientSync):
     def _lay_out(self, order: Sequence[int]) -> None:
         sizes = [Size(p.numel(), p.element_size(), (p.dtype, p.device)) for p in self._parameters]
         total = sum(size.num_elements * size.element_size for size in sizes)
-        cap_bytes = max(1, round(self._bucket_cap_mb * MB), total // MOST_BUCKETS)
+        needless = min(SMALL_BUCKET, total // max(MANY_BUCKETS, 2 * len(sizes)))
+        cap_bytes = max(1, round(self.bucket_cap_mb * MB), total // MOST_BUCKETS, needless)
         first_cap_bytes = min(round(self.first_bucket_mb * MB), cap_bytes)
         self.layout = plan_layout(sizes, order, cap_bytes=cap_bytes, first_cap_bytes=first_cap_bytes)
         self._send_order: Sequence[int] = range(len(self.layout.buckets))
@@ -207,6 +232,7 @@ class FlatSync(GradientSync):
         self._ready: dict[int, int] = {}
         self._missing = [len(bucket.parameters) for bucket in self.layout.buckets]
         self._announced = 0
+        self._firings.clear()
 
     def _after_a_backward_that_raised(self) -> None:
         if self._announced:
@@ -220,14 +246,23 @@ class FlatSync(GradientSync):
     def _on_ready(self, number: int, parameter: Tensor) -> None:
         if number >= len(self._parameters) or parameter.grad is None:
             return  # a sparse gradient, which is averaged after backward; or autograd left it undefined
+        if self.static_graph and not self._is_last_firing(number):
+            return
         if number in self._ready:
             raise ContractError(
-                f"the gradient of {self._names[number]} became ready twice in one backward.",
-                action="Use checkpointing with use_reentrant=False where a parameter is used in two segments.",
+                f"the gradient of {self._names[number]} became ready twice in one backward (torch's class says: "
+                "Expected to mark a variable ready only once.).",
+                action="Use checkpointing with use_reentrant=False where a parameter is used in two segments, or set "
+                "static_graph=True if every backward does the same.",
                 rank=self.communicator.rank,
             )
         self._put_in_place(number, parameter)
         self._announce()
+
+    def _is_last_firing(self, number: int) -> bool:
+        """A gradient is ready when it has grown as often as in the first backward, at whose end all are."""
+        self._firings[number] = self._firings.pop(number, 0) + 1
+        return bool(self._expected_firings) and self._firings[number] >= self._expected_firings[number]
 
     def _put_in_place(self, number: int, parameter: Tensor) -> None:
         """The gradient into its place in the buffer, and `.grad` onto that place."""
@@ -274,6 +309,13 @@ class FlatSync(GradientSync):
         while self._announced < len(self._send_order) and self._missing[self._send_order[self._announced]] == 0:
             self._announced += 1
             self.bucket_ready(self._send_order[self._announced - 1])
+
+    def _compare_with_last_backward(self) -> None:
+        unused: frozenset[int] = frozenset()
+        if len(self._ready) < len(self._parameters):
+            unused = frozenset(range(len(self._parameters))) - self._ready.keys() - self._firings.keys()
+        self.graph_is_static &= self._unused_before in (None, unused)
+        self._unused_before = unused
 
     def _settle_untouched(self, number: int, parameter: nn.Parameter) -> None:
         """No gradient came in this backward: there is an older one to be averaged, or the flag is set."""
@@ -326,7 +368,7 @@ class FlatSync(GradientSync):
         if frozen or id(parameter) in self._with_sparse_gradients:
             return
         unused = [rank for rank, mark in enumerate(marks) if mark == UNUSED]
-        if unused and USED in marks and self._unused == "error":
+        if unused and USED in marks and self.unused == "error":
             raise ContractError(
                 f"parameter {name} has a gradient on some ranks, but not on {', '.join(map(str, unused))}.",
                 action='Use it on every rank, or set unused="zero" to count it as zero there.',

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.errors import PlanError
+
 CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
@@ -46,7 +48,10 @@ class HookBucket:
 
 def apply_hook(state: object, hook: CommHook, bucket: HookBucket) -> None:
     """Run the hook and put its result, which is the mean, into the bucket."""
-    result: Any = hook(state, bucket).wait()
+    future: Any = hook(state, bucket)
+    if not isinstance(future, torch._C.Future):
+        raise PlanError(f"callback must return a torch.futures.Future object, but got {type(future).__name__}.")
+    result: Any = future.wait()
     result = result[0] if isinstance(result, list) else result
     if result.data_ptr() != bucket.values.data_ptr():
         bucket.values.copy_(result.view_as(bucket.values))

@@ -133,7 +133,7 @@ def live(communicator: Communicator, log: EventLog, case: Case, about: Experimen
     for step in range(about.steps):
         log.step = step
         train_step(worker, shard(case, about.images, communicator.rank, step, about.batch))
-    sent = traffic(log, model, about.steps - 1)
+    sent = traffic(log, about.steps - 1)
     evaluated = evaluate_per_rank(model, batches, communicator)
     accuracies = [result.score_sum / result.num_samples for result in evaluated]
     means = [tensor for name, tensor in model.named_buffers() if name.endswith("running_mean")]
@@ -151,14 +151,14 @@ def shard(case: Case, images: ImageSet, rank: int, step: int, batch: int) -> Sha
     return Shard(0, step, drawn, batch, RANKS)
 
 
-def traffic(log: EventLog, model: nn.Module, step: int) -> dict[str, tuple[int, int]]:
-    buffers = {name for name, _ in model.named_buffers()}
+def traffic(log: EventLog, step: int) -> dict[str, tuple[int, int]]:
     sent: dict[str, tuple[int, int]] = {}
     for record in log.records:
         if record["kind"] != "collective" or record["step"] not in (BEFORE, step):
             continue
         label = record["label"]
-        kind = "statistics" if "statistics of" in label else "buffers" if label in buffers else "gradients"
+        is_buffers = label.startswith("buffers of")
+        kind = "statistics" if "statistics of" in label else "buffers" if is_buffers else "gradients"
         kind = "start" if record["step"] == BEFORE else kind
         count, size = sent.get(kind, (0, 0))
         sent[kind] = (count + 1, size + record["bytes"])
