@@ -156,6 +156,8 @@ class _Steps:
         """Since when nothing that is recorded has been going on: what follows until forward is data."""
         self._talks: list[tuple[int, int]] = []
         self._children = _pids_of_children()
+        if self._children:
+            self._log.add("loader", started=0, workers=len(self._children))
         self._forward_start: int | None = None
         self._backward_start: int | None = None
         self._last_ready: int | None = None
@@ -263,7 +265,7 @@ class _Steps:
         """Processes that were not there at the last forward are a data loader's: it starts them for each epoch."""
         children = _pids_of_children()
         if children - self._children:
-            self._log.add("loader", started=len(children - self._children))
+            self._log.add("loader", started=len(children - self._children), workers=len(children))
         self._children = children
 
     def _phase(self, name: str, start: int, end: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,6 +173,14 @@ def test_slow_steps_without_a_loader_name_part_and_rank() -> None:
     text = rules_of(facts(**QUIET, outliers=[HICCUP]))["slow steps"].text
     assert text.startswith(
         "6 of 60 steps (0, 1, 2, 3, 4, …) took 300 ms instead of 100 ms, most of it in update on rank 1."
+    )
+
+
+def test_data_that_is_loaded_ahead_needs_more_workers() -> None:
+    given = replace(facts(data=20, forward=40, backward=40), loader_workers=2)
+    text = rules_of(given)["data"].text
+    assert text.startswith(
+        "Waiting for data takes 20% of the step although 2 workers load ahead: more workers, or less"
     )
 
 

@@ -242,8 +242,8 @@ def test_step_in_which_a_loader_starts_its_workers_is_noted(tmp_path: Path) -> N
             for batch in loader:
                 model(batch).sum().backward()
                 optimizer.step()
-    noted = [(one["step"], one["started"]) for one in records_of(tmp_path / "run") if one["kind"] == "loader"]
-    assert noted == [(0, 1), (3, 1)]
+    noted = [one for one in records_of(tmp_path / "run") if one["kind"] == "loader"]
+    assert [(one["step"], one["started"], one["workers"]) for one in noted] == [(0, 1, 1), (3, 1, 1)]
 
 
 # Many ranks.
@@ -336,7 +336,8 @@ def test_example_runs_as_its_docstring_says_and_can_be_explained(cli: Cli, tmp_p
     assert explained.returncode == 0, explained.stderr
     document = json.loads(explained.stdout)
     (method,) = document["methods"]
-    assert (document["kind"], method["breakdown"]["steps"]) == ("record", 59)
+    outliers = sum(len(one["steps"]) for one in method["outliers"])  # as this machine is busy or not
+    assert (document["kind"], method["breakdown"]["steps"] + outliers) == ("record", 59)
     parts = method["breakdown"]["parts_s"]
     assert sum(parts.values()) == pytest.approx(method["breakdown"]["step_s"])
     assert min(parts[part] for part in ("data", "forward", "backward", "update")) > 0

@@ -50,6 +50,8 @@ class Facts:
     """Of the method, as the plan gives them."""
     outliers: Sequence[Outliers] = ()
     """Steps that the breakdown leaves out."""
+    loader_workers: int = 0
+    """Processes of a rank that load data ahead, as far as known."""
 
     @property
     def row(self) -> Method:
@@ -236,6 +238,10 @@ def data_bound(facts: Facts) -> Advice | None:
     if share < MUCH_DATA:
         return None
     saves = _parts(facts, "data", "copy")
+    if facts.loader_workers:
+        workers = "1 worker" if facts.loader_workers == 1 else f"{facts.loader_workers} workers"
+        text = f"Waiting for data takes {share:.0%} of the step although {workers} load ahead: more workers, or less"
+        return Advice("data", f"{text} to do for each sample, would save at most {format_seconds(saves)}.", saves)
     text = f"Loading data takes {share:.0%} of the step and nothing else runs meanwhile: "
     return Advice("data", f"{text}loading ahead would save at most {format_seconds(saves)}.", saves)
 

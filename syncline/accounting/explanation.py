@@ -33,6 +33,7 @@ from syncline.events import Events, Step
 from syncline.methods import current_name, method_of
 from syncline.plan import Plan
 from syncline.results import Tabular
+from syncline.spans import Record
 from syncline.store import Run
 from syncline.units import format_seconds
 
@@ -242,7 +243,8 @@ def _explain_method(
     every = [break_down(step) for step in steps]
     if not every:
         return None
-    outliers = find_outliers(steps, every, _loader_starts(events, name))
+    loaders = [record for _, record in events.of_kind("loader") if record.get("method", "") == name]
+    outliers = find_outliers(steps, every, _loader_starts(loaders))
     usual = [index for index, is_out in enumerate(is_outlier(every)) if not is_out]
     breakdowns = [every[index] for index in usual]
     breakdown = summarise([steps[index] for index in usual], breakdowns)
@@ -261,6 +263,7 @@ def _explain_method(
         threads={rank: events.ranks[rank].threads or 1 for rank in steps[0].ranks if rank in events.ranks},
         options=plan.options_for(name),
         outliers=outliers,
+        loader_workers=max((int(record.get("workers", 0)) for record in loaders), default=0),
     )
     advice = advise(facts)
     # Calibration steps know no injected delay, and replayed compute cannot be slowed.
@@ -272,9 +275,9 @@ def _explain_method(
     )  # fmt: skip
 
 
-def _loader_starts(events: Events, method: str) -> set[int]:
-    """Steps in which a data loader started workers on some rank."""
-    return {int(record["step"]) for _, record in events.of_kind("loader") if record.get("method", "") == method}
+def _loader_starts(records: Sequence[Record]) -> set[int]:
+    """Steps in which a data loader started workers on some rank, and the next: each worker's first batch."""
+    return {int(record["step"]) + later for record in records for later in range(int(record.get("started", 0)))}
 
 
 def _compute_times(breakdowns: Sequence[Mapping[int, RankBreakdown]]) -> dict[int, dict[str, list[float]]]:

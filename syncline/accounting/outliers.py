@@ -15,8 +15,9 @@ from syncline.events import Step
 
 FACTOR = 2.0
 """Times the median step: less is not called an outlier."""
-RARE = 0.2
-"""Of the steps: more of them are no outliers but what this loop does."""
+FENCE = 3.0
+"""Distances between the quartiles, above the upper one. Where a quarter of the steps is slow, that is what this loop
+does, and none of them is an outlier."""
 FEWEST = 5
 """Steps: of fewer, none is usual."""
 
@@ -41,19 +42,21 @@ class Outliers:
     lost_s: float
     """What they cost beyond usual steps, spread over all steps."""
     loader_starts: bool
-    """In each of them a data loader started its workers."""
+    """Each of them waited for a worker that a data loader had just started."""
 
 
 def is_outlier(breakdowns: Breakdowns) -> list[bool]:
     """For each step; of the slowest rank's time."""
     times = [max(own.duration for own in by_rank.values()) for by_rank in breakdowns]
-    limit = FACTOR * statistics.median(times) if times else 0.0
-    found = [time > limit for time in times]
-    return found if len(times) >= FEWEST and sum(found) <= RARE * len(times) else [False] * len(times)
+    if len(times) < FEWEST:
+        return [False] * len(times)
+    lower, middle, upper = statistics.quantiles(times, n=4, method="inclusive")
+    limit = max(FACTOR * middle, upper + FENCE * (upper - lower))
+    return [time > limit for time in times]
 
 
 def find_outliers(steps: Sequence[Step], breakdowns: Breakdowns, loader_starts: set[int]) -> list[Outliers]:
-    """By cause, the most expensive first. `loader_starts`: numbers of the steps in which a loader started workers."""
+    """By cause, the most expensive first. `loader_starts`: steps that need the first batch of a new loader worker."""
     flags = is_outlier(breakdowns)
     usual = [by_rank for by_rank, is_out in zip(breakdowns, flags, strict=True) if not is_out]
     by_cause: dict[tuple[str, bool], list[int]] = defaultdict(list)
