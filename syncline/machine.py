@@ -1,4 +1,4 @@
-"""This machine: its cores, memory, processor and C library, read in one place."""
+"""This machine: its cores, memory, processor, C library and processes, asked in one place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import ctypes
 import os
 import platform
+import signal
+import sys
 from pathlib import Path
 
 from syncline.errors import UsageError
@@ -13,6 +15,7 @@ from syncline.units import format_bytes
 
 _M_TRIM_THRESHOLD = -1  # as in malloc.h
 _M_MMAP_THRESHOLD = -3
+_PR_SET_PDEATHSIG = 1  # as in sys/prctl.h
 STRONG_MEMORY_ORDER = ("x86_64", "AMD64")
 """Processors on which other cores see writes in the order in which they were made."""
 _SHARED_BYTES = 580 * 2**20
@@ -27,6 +30,23 @@ _COPIES_OF_WEIGHTS = 5
 _COPIES_IN_REPLAY = 4
 """Gradients, their flat buffer, one piece of memory as large as the largest parameter, and what is on its way;
 measured with ddp and VGG-16, whose largest parameter is three quarters of it."""
+
+
+def end_with(parent: int) -> None:
+    """For a forked child: its parent takes it along, even if killed by force, where the kernel can see to that."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def signal_name(number: int) -> str:
+    """Also of a real-time signal, which has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def keep_freed_memory() -> None:

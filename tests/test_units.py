@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from syncline.errors import UsageError
+from syncline.machine import signal_name
 from syncline.units import format_bit_rate, format_bytes, format_rate, format_seconds, parse_bytes, parse_rate
 
 
@@ -71,3 +72,8 @@ def test_what_is_not_a_rate_is_refused_by_name(text: str) -> None:
 )
 def test_rates_are_printed_with_a_unit_that_fits(bits_per_s: float, text: str) -> None:
     assert format_bit_rate(bits_per_s) == text
+
+
+def test_every_signal_has_a_name() -> None:
+    assert signal_name(9) == "SIGKILL"
+    assert signal_name(40) == "signal 40", "a real-time signal"

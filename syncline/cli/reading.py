@@ -42,11 +42,8 @@ def _row(run: RunFolder) -> list[str]:
     info, plan = run.info(), run.plan()
     method = plan.method if info["kind"] == "train" else "-"
     workers = "1 worker" if plan.workers == 1 else f"{plan.workers} workers"
-    return [str(run.path), info["status"], _minute(info["created"]), info["kind"], plan.model, method, workers]
-
-
-def _minute(created: str) -> str:
-    return f"{datetime.fromisoformat(created):%Y-%m-%d %H:%M}"
+    minute = f"{datetime.fromisoformat(info['created']):%Y-%m-%d %H:%M}"
+    return [str(run.path), info["status"], minute, info["kind"], plan.model, method, workers]
 
 
 def _print_aligned(rows: list[list[str]]) -> None:

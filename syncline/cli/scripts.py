@@ -74,7 +74,8 @@ def run(
     from syncline.machine import cores
 
     rates = parse_links(link, hosts)
-    command = _with_our_python(command)
+    if command[0] in ("python", "python3"):  # the one that Syncline runs in, where the shell would find another
+        command = [sys.executable, *command[1:]]
     if shutil.which(command[0]) is None:
         raise UsageError(f"there is no program {command[0]}.", action="Write it as: -- python my_script.py")
     if workers_per_host < 1:
@@ -98,8 +99,3 @@ def run(
     error = RankFailed(f"ended with {how} on {host_name(failure.host)}.", rank=failure.rank)
     error.exit_code = failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code
     raise error
-
-
-def _with_our_python(command: list[str]) -> list[str]:
-    """`python` is the Python that Syncline runs in, wherever the shell would find another one."""
-    return [sys.executable, *command[1:]] if command[0] in ("python", "python3") else command

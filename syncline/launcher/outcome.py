@@ -25,6 +25,7 @@ from typing import Literal
 from syncline.errors import CommunicationError, ContractError, RankFailed, SynclineError, UsageError
 from syncline.files import write_atomic
 from syncline.launcher.wire import pack, unpack
+from syncline.machine import signal_name
 
 State = Literal["running", "finished", "raised", "stopped", "killed"]
 Kind = Literal["", "own", "communication"]
@@ -263,7 +264,7 @@ def _wordless_failure(rank: int, outcome: Outcome | None, ending: Ending) -> _Fa
         return None
     when = "before it could start" if outcome is None else "after its function returned" if finished else ""
     if code is not None and code < 0:
-        name = _signal_name(-code)
+        name = signal_name(-code)
         hint = _MEMORY_HINT if name == "SIGKILL" else ""
         return _Failure(rank, False, ending.last_alive, f"killed by {name}{_spaced(when)}.", action=hint)
     words = f"ended with exit code {code} and without an exception{_spaced(when)}."
@@ -295,13 +296,6 @@ def _where_output_is(log_dir: Path, rank: int) -> str:
     if files:
         return f"Its output is in {files[0]}{'; other output is in the same folder' if others or files[1:] else ''}."
     return f"Other ranks' output is in {log_dir}." if others else ""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _spaced(words: str) -> str:

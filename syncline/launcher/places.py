@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import tempfile
 import time
@@ -25,7 +24,7 @@ from syncline.launcher.here import run_ranks
 from syncline.launcher.mpi import run_ranks_mpi
 from syncline.launcher.nodes import JOIN_TIMEOUT_S, JoinedNode, Node, joined
 from syncline.launcher.starting import raise_if_interrupted, signals_noted, start_fork_server
-from syncline.machine import check_memory
+from syncline.machine import check_memory, signal_name
 from syncline.plan import Plan
 from syncline.units import format_seconds
 from syncline.voice import Voice
@@ -224,7 +223,7 @@ class _RanksOnHosts(Ranks):
         if code is None:
             raise HostError(f"{self._cluster.name(0)} did not end in time; all hosts have been stopped.")
         if code < 0:
-            raise HostError(f"{self._cluster.name(0)} (node 0) was killed by {signal.Signals(-code).name}.")
+            raise HostError(f"{self._cluster.name(0)} (node 0) was killed by {signal_name(-code)}.")
 
 
 def _run_on_host(

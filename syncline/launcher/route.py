@@ -129,7 +129,10 @@ def connect(route: Route, timeout_s: float, say: Callable[[str], None]) -> Conne
         where = f"node 0 at {route.target} port {route.port}"
         patience = min(SILENCE_SECONDS, timeout_s) if silent else timeout_s
         if now - (start if not silent else last_refused or start) > patience:
-            raise UsageError(f"{where} could not be reached in {now - start:.0f} s: {why}.", action=_advice(silent))
+            action = "Start node 0 on that machine with the same --rendezvous, or correct the address and the port."
+            if silent:
+                action = "Check that the address is right, the machine is on, and its firewall allows the port."
+            raise UsageError(f"{where} could not be reached in {now - start:.0f} s: {why}.", action=action)
         if now - start > _FIRST_LINE_SECONDS and not has_said_why:
             has_said_why = True
             say(f"syncline: waiting for {where}: {why}")
@@ -141,12 +144,6 @@ def _suggestion() -> str:
         return f", perhaps {local_address('192.0.2.1', 9)}"
     except UsageError:
         return ""
-
-
-def _advice(silent: bool) -> str:
-    if silent:
-        return "Check that the address is right, the machine is on, and its firewall allows the port."
-    return "Start node 0 on that machine with the same --rendezvous, or correct the address and the port."
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import os
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from types import ModuleType
@@ -110,16 +110,13 @@ def find_answers(wanted: set[str], own: Mapping[str, Answer]) -> dict[str, Answe
 
     chosen = {name: answer for name, answer in {**ANSWERS, **own}.items() if name in wanted}
     known = [*own, *ANSWERS]
-    for answers in _built_in_answers() if wanted - chosen.keys() else ():
+    for lab in built_in_labs() if wanted - chosen.keys() else ():
+        answers = load_answers(LABS / lab)
         known += answers
         chosen |= {name: answer for name, answer in answers.items() if name in wanted - chosen.keys()}
     for name in sorted(wanted - chosen.keys()):
         raise PlanError(f"unknown answer {name!r}; choose one of {', '.join(known)}, or define it in answers.py.")
     return chosen
-
-
-def _built_in_answers() -> Iterator[Mapping[str, Answer]]:
-    return (load_answers(LABS / name) for name in built_in_labs())
 
 
 def resolve_call(call: str, folder: Path) -> str:

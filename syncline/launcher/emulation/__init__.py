@@ -40,6 +40,7 @@ from syncline.launcher.emulation.network import (
 )
 from syncline.launcher.starting import packed
 from syncline.launcher.wire import receive_frame, send_frame, unpack
+from syncline.machine import signal_name
 
 __all__ = ["EmulatedCluster", "HostProcess", "parse_links"]
 
@@ -260,7 +261,8 @@ class HostProcess:
         self._answer_file = answer
         self._answer = b""
         self._lock = threading.Lock()
-        self.pid = _pid_of(process)
+        line = re.search(r"^Pid:\s*(-?\d+)", Path(f"/proc/self/fdinfo/{process}").read_text(), re.MULTILINE)
+        self.pid = int(line[1]) if line else -1
         """As seen from outside the host; inside, processes have numbers of their own."""
 
     def fileno(self) -> int:
@@ -289,7 +291,7 @@ class HostProcess:
         """What the function that `call` started has returned, once it ends; raises what it raised."""
         code, name = self.wait(timeout), host_name(self.host)
         if code < 0:
-            raise HostError(f"{name} was killed by {signal.Signals(-code).name}.")
+            raise HostError(f"{name} was killed by {signal_name(-code)}.")
         if not self._answer:
             raise HostError(f"{name} ended with exit code {code} before it returned a result.")
         returned, value = unpack(self._answer)
@@ -374,8 +376,3 @@ def _readable(connection: socket.socket, seconds: float | None) -> bool:
     poll = select.poll()  # select itself knows no descriptor above 1023
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(None if seconds is None else seconds * 1000))
-
-
-def _pid_of(process: int) -> int:
-    line = re.search(r"^Pid:\s*(-?\d+)", Path(f"/proc/self/fdinfo/{process}").read_text(), re.MULTILINE)
-    return int(line[1]) if line else -1

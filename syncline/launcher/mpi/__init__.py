@@ -43,10 +43,11 @@ from syncline.launcher.starting import (
     raise_if_interrupted,
     signals_noted,
 )
-from syncline.machine import default_threads
+from syncline.machine import default_threads, signal_name
 
 _LOOK_SECONDS = 0.05
 _PATIENCE_SECONDS = 1.0
+_SUPERVISE = "import sys; from syncline.launcher.mpi.supervisor import main; main(sys.argv[1])"
 
 ON_ONE_HOST = {"UCX_TLS": "sm,self", "OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm"}
 """All ranks are on this machine: MPI need not open ports for others. What the user has set stays."""
@@ -83,7 +84,9 @@ def run_ranks_mpi(
         (order_dir / TASK).write_bytes(pickle.dumps((task, sys.path)))
         (folder / "outcomes").mkdir(exist_ok=True)
         raise_if_interrupted(signals)
-        job = _Job([*command, *_rank_program(order_dir)], folder, order_dir, workers, listener)
+        # -P: modules of the current folder must not hide the real ones.
+        supervise = [sys.executable, "-P", "-c", _SUPERVISE, str(order_dir)]
+        job = _Job([*command, *supervise], folder, order_dir, workers, listener)
         succeeded = job.run(lambda: bool(signals))
         raise_if_interrupted(signals)
         results = [result_path(folder, rank) for rank in range(workers)]
@@ -157,7 +160,7 @@ class _Job:
         if error.rank is not None or isinstance(error, UsageError) or self._ended_alone is None:
             return error
         code = self._ended_alone
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         words = " ".join(self._log.read_text(errors="replace").split())
         return RankFailed(
             f"mpiexec {how}, and its ranks with it.", action=f"Its output: {words[:1000]}" if words else ""
@@ -227,12 +230,6 @@ def _environment(order_dir: Path) -> dict[str, str]:
     # Open MPI's own folder would stay behind if its mpiexec were killed; here it goes with ours.
     session = {"PRTE_MCA_prte_tmpdir_base": str(order_dir), "OMPI_MCA_orte_tmpdir_base": str(order_dir)}
     return {**ON_ONE_HOST, **session, **users}
-
-
-def _rank_program(order_dir: Path) -> list[str]:
-    # -P: modules of the current folder must not hide the real ones.
-    code = "import sys; from syncline.launcher.mpi.supervisor import main; main(sys.argv[1])"
-    return [sys.executable, "-P", "-c", code, str(order_dir)]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ cannot watch the launcher itself. And it removes what MPI keeps in /dev/shm for 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import pickle
@@ -30,6 +29,7 @@ from syncline.launcher.adopt import LAUNCHER_VARIABLE, placement_from_environmen
 from syncline.launcher.outcome import Ending
 from syncline.launcher.rank_life import Task, Terminal, is_open, live
 from syncline.launcher.wire import receive_frame, send_frame
+from syncline.machine import end_with
 
 TASK, TERMINAL = "task", "terminal"
 """In the launcher's folder: what ranks are to do, and the socket at which rank 0 asks for the terminal."""
@@ -39,7 +39,6 @@ _MAPS_SECONDS = 0.1
 _OTHERS_SECONDS = 0.5
 """How long the first supervisor to leave a dead launcher waits: mpiexec may then end the others at once."""
 _SEGMENTS = re.compile(r"/dev/shm/(?:mpich_shm|sm_segment|vader_segment|ucx_shm|open_mpi)[^\s/]*$", re.MULTILINE)
-_PR_SET_PDEATHSIG = 1
 
 
 class Supervisor:
@@ -81,7 +80,7 @@ class Supervisor:
         if pid == 0:
             # Some kinds of mpiexec send signals to whole groups; this one is the supervisor's to end.
             os.setsid()
-            _end_with(supervisor)
+            end_with(supervisor)
             self._live()
             os._exit(1)
         for number in watch.STOP_SIGNALS:
@@ -175,14 +174,6 @@ def give_terminal(connection: socket.socket) -> None:
     """The launcher's side of `fetch_terminal`."""
     numbers = [number for number in (1, 2) if is_open(number)]
     send_frame(connection, {"numbers": numbers}, descriptors=numbers)
-
-
-def _end_with(supervisor: int) -> None:
-    """A supervisor that is killed by force takes its rank with it, where the kernel can see to that."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != supervisor:
-        os._exit(1)
 
 
 def main(folder: str) -> None:

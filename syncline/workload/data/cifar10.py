@@ -92,7 +92,10 @@ def read_cifar10(folder: Path) -> ImageSet:
             f"{folder} holds no CIFAR-10: neither {TRAIN_BATCHES[0]} nor {ARRAY_NAMES[0]}.npy is in it.",
             action=f"Point to the folder that holds {BATCHES_FOLDER}, or run `syncline data cifar10`.",
         )
-    arrays = _read_arrays(found) if holds_arrays(found) else _read_batches(found)
+    if holds_arrays(found):
+        arrays = Arrays(**{name: _read_array(found / f"{name}.npy", name) for name in ARRAY_NAMES})
+    else:
+        arrays = _read_batches(found)
     return ImageSet(
         name="cifar10",
         source=_describe(found, len(arrays.train_images), len(arrays.test_images)),
@@ -107,7 +110,7 @@ def read_cifar10(folder: Path) -> ImageSet:
 
 
 def _describe(folder: Path, num_train: int, num_test: int) -> str:
-    missing = [] if holds_arrays(folder) else _missing_batches(folder)
+    missing = [] if holds_arrays(folder) else [name for name in TRAIN_BATCHES if not (folder / name).is_file()]
     note = f" (without {', '.join(missing)})" if missing else ""
     counts = f"{num_train:,} training{note} and {num_test:,} test images"
     return f"CIFAR-10 from {folder}: {counts}, checked by SHA-256."
@@ -120,14 +123,6 @@ def holds_arrays(folder: Path) -> bool:
 
 def _present_batches(folder: Path) -> list[str]:
     return [name for name in (*TRAIN_BATCHES, TEST_BATCH) if (folder / name).is_file()]
-
-
-def _missing_batches(folder: Path) -> list[str]:
-    return [name for name in TRAIN_BATCHES if not (folder / name).is_file()]
-
-
-def _read_arrays(folder: Path) -> Arrays:
-    return Arrays(**{name: _read_array(folder / f"{name}.npy", name) for name in ARRAY_NAMES})
 
 
 def _read_array(path: Path, name: str) -> npt.NDArray[np.uint8]:

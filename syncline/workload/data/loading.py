@@ -10,7 +10,6 @@ leaves samples in anonymous shared memory: DataLoader's own way, files in /dev/s
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import gc
 import itertools
@@ -18,14 +17,13 @@ import mmap
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import ForkContext
@@ -38,13 +36,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from syncline.errors import SynclineError
+from syncline.machine import end_with, signal_name
 from syncline.workload.data.batches import Batches, sample_numbers
 from syncline.workload.sharding import Shard
 
 BATCHES_AHEAD = 2
 PIECES_PER_LOADER = 2
 """Of a batch: smaller pieces share the work more evenly, larger ones cost less talk."""
-_PR_SET_PDEATHSIG = 1  # as in sys/prctl.h
 
 Request = Shard | range
 """Training samples, or the numbers of test samples."""
@@ -178,7 +176,7 @@ class AheadBatches:
             for number, process in enumerate(self._processes):
                 code = process.exitcode
                 if code is not None:
-                    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                    how = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
                     action = "If memory is short, set loaders to a smaller number, or to 0."
                     raise LoaderLost(f"loader process {number} of this rank ended: {how}.", action=action) from None
             raise
@@ -278,7 +276,7 @@ def _started(maker: _Maker, pieces: _Pieces, **options: Any) -> tuple[DataLoader
             maker,
             sampler=cast(Sampler[Any], pieces),
             batch_size=None,
-            collate_fn=_unchanged,
+            collate_fn=lambda made: made,
             persistent_workers=True,
             multiprocessing_context=_NamelessContext(),
             worker_init_fn=partial(_begin_loader, os.getpid()),
@@ -303,18 +301,10 @@ def _sigchld_kept() -> Iterator[None]:
 
 def _begin_loader(rank_pid: int, _number: int) -> None:
     """A loader ends with its rank, however that ends: DataLoader looks for it only every five seconds."""
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != rank_pid:
-        os._exit(1)
+    end_with(rank_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the rank, which ends its loaders
     gc.freeze()  # what the rank holds, such as its connections, must not be collected here
     warnings.simplefilter("ignore")  # Pillow warns of what is odd but readable
-
-
-def _unchanged(made: Any) -> Any:
-    return made
 
 
 def _num_samples(request: Request) -> int:
