@@ -233,6 +233,16 @@ def _nothing_is_left_behind() -> Iterator[None]:
         wait_for_none(lambda: leftovers(mark, Path(scratch), before, mounts), SETTLE_SECONDS)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_have_torch_loaded(_nothing_is_left_behind: None) -> Iterator[None]:
+    """Whichever test starts the fork server of this process: those that train need what their plans would preload."""
+    from syncline.launcher import places, starting
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(starting, "DEFAULT_PRELOAD", (*starting.DEFAULT_PRELOAD, *places.PRELOAD))
+        yield
+
+
 def short_temporary_folder() -> str:
     """Where sockets can be made, also if whoever runs the tests works in a deep folder."""
     folder = tempfile.gettempdir()

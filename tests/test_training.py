@@ -76,7 +76,7 @@ def test_loss_lines_and_figures_are_printed(cli: Cli) -> None:
 
 def test_any_number_of_workers_learns_the_same_and_counts_every_test_image(cli: Cli) -> None:
     """Not bit for bit: sums run in another order. But the batches and the maths are the same."""
-    arguments = ("--model", "cnn", "--global-batch", 60, "--steps", 60)
+    arguments = ("--model", "cnn", "--global-batch", 60, "--steps", 30)
     epochs = [trained(cli, *arguments, "--workers", n, "--run-dir", n)["epochs"][0] for n in (1, 2, 3)]
     assert [epoch["test_images"] for epoch in epochs] == [2000] * 3
     for epoch in epochs[1:]:
