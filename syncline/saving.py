@@ -18,7 +18,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ def _save(path: Path, parts: Mapping[str, Any], channel: Communicator) -> None:
             "format": FORMAT,
             "world_size": channel.world_size,
             "ranks": [_unpacked(blob) for blob in blobs],
-            "sync": {name: _order(part) for name, part in models.items() if isinstance(part, DataParallel)},
+            "sync": {name: _order(part) for name, part in models.items() if _is_attached(part)},
         }
         problem = _problem(lambda: _write(path, content))
     problem = _from_rank_0(channel, problem.encode()).decode()
@@ -127,6 +127,11 @@ def _state(part: Any) -> Any:
     return part.state_dict() if hasattr(part, "state_dict") else part
 
 
+def _is_attached(part: Any) -> TypeGuard[DataParallel]:
+    """A copy of a wrapper meets the other ranks at its first forward."""
+    return isinstance(part, DataParallel) and hasattr(part, "sync")
+
+
 def _order(model: DataParallel) -> dict[str, Any]:
     """What decides in which order gradients are summed."""
     return {"method": model.method, "state": model.sync.state()}
@@ -169,7 +174,7 @@ def _restore_rank(ours: dict[str, Any], rank: int, parts: Mapping[str, Any]) -> 
                 for key, value in own["buffers"].get(name, {}).items():
                     if key in present:
                         present[key].copy_(value)
-        if isinstance(part, DataParallel):
+        if _is_attached(part):
             order = ours["sync"].get(name, {})
             if order.get("method") == part.method:
                 part.sync.load_state(order["state"])

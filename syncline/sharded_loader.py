@@ -14,7 +14,7 @@ Loading is torch's DataLoader: its keywords (num_workers, collate_fn, pin_memory
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from syncline.workload.shard_sources import (
     Last,
     Order,
     Part,
+    Samples,
     TakePart,
     mixed_seed,
     num_batches,
@@ -62,7 +63,7 @@ _KEPT = (
 
 
 def loader(
-    data: Dataset[Any] | DataLoader[Any],
+    data: Samples | Dataset[Any] | DataLoader[Any],
     global_batch: int | None = None,
     *,
     shuffle: bool | None = None,
@@ -89,7 +90,7 @@ def loader(
     if isinstance(data, IterableDataset):
         _refuse_shuffle(shuffle, "a stream comes in its own order")
         return Loader(data, None, global_batch, last=last, seed=seed, **options)
-    if not hasattr(data, "__len__"):
+    if not isinstance(data, Sized):
         raise UsageError(
             f"{type(data).__name__} has no length.", action="Give it __len__, or use an IterableDataset."
         )
@@ -103,7 +104,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Samples | Dataset[Any],
         order: Order | None,
         global_batch: int | None,
         *,
@@ -116,7 +117,7 @@ class Loader:
         """Without an order, the dataset is a stream; `whole_batches`: what the dataset gives are batches."""
         for name in options.keys() & _INSTEAD.keys():
             raise UsageError(f"loader does not accept {name}.", action=_INSTEAD[name])
-        self.dataset = dataset
+        self.dataset: Any = dataset
         self.global_batch = global_batch
         self.epoch = 0
         """The epoch of the pass under way, or of the next one."""
@@ -131,6 +132,7 @@ class Loader:
         self._collate = collate_fn
         self._options = options
         self._under_way = False
+        self._pass = Pass()
         self._made: tuple[world.Place, DataLoader[Any]] | None = None
         self._requests = _Requests()
         self._generator = torch.Generator()  # or DataLoader would draw from the stream of the dropout masks
@@ -139,14 +141,16 @@ class Loader:
         """Batches of an epoch; the same on every rank."""
         if self._order is not None:
             return len(self._order)
-        length = len(self.dataset)  # type: ignore[arg-type]
+        length = len(self.dataset)
         return length if self.global_batch is None else num_batches(length, self.global_batch, self.last)
 
     def __iter__(self) -> Iterator[Any]:
         if self._under_way:  # the pass before ended early
             self.epoch, self.step = self.epoch + 1, 0
         self._under_way = True
+        self._pass.end()  # a traceback may keep a loop that was interrupted, and so its pass
         own, first, finished = Pass(), self.step, False
+        self._pass = own
         try:
             for share, batch in self._from_here():
                 own.note(share)
@@ -157,7 +161,7 @@ class Loader:
             own.end()
             if finished:
                 self.epoch, self.step, self._under_way = self.epoch + 1, 0, False
-            elif self.step <= first + 1:
+            elif self._pass is own and self.step <= first + 1:
                 self.step, self._under_way = first, False
 
     def set_epoch(self, epoch: int) -> None:

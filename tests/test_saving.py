@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import subprocess
@@ -203,6 +204,16 @@ def test_any_part_with_a_state_and_plain_values(tmp_path: Path) -> None:
     assert_same(dict(other.state_dict()), dict(ema.state_dict()))
     assert scaler.get_scale() == 64.0
     assert torch.load(path)["epoch"] == 3
+
+
+def test_a_copy_of_a_wrapper_that_has_not_met_the_others_yet(tmp_path: Path) -> None:
+    wrapper = syncline.DataParallel(nn.Linear(2, 2), "all-reduce")
+    average = copy.deepcopy(wrapper)
+    syncline.save(tmp_path / "last.pt", wrapper, average=average)
+    again = copy.deepcopy(wrapper)
+    again.module.weight.data.zero_()
+    syncline.load(tmp_path / "last.pt", again, average=copy.deepcopy(average))
+    assert_same(dict(again.state_dict()), dict(average.state_dict()))
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", None], ids=["cut off", "other", "changed"])

@@ -252,6 +252,22 @@ def test_share_is_that_of_the_innermost_loop_of_this_thread() -> None:
     assert elsewhere == [None]
 
 
+def test_a_loop_that_a_traceback_keeps_is_over_when_the_next_begins() -> None:
+    """As in a notebook after an interruption."""
+    loader = syncline.loader(numbers(20), global_batch=4)
+    kept = iter(loader)
+    for _ in range(3):
+        next(kept)
+    second = iter(loader)
+    next(second)
+    assert position(loader) == (1, 1)
+    del kept
+    assert position(loader) == (1, 1)
+    rest = [batch.tolist() for (batch,) in second]
+    assert rest == parts(numbers(20), 0, 1, epochs=2, global_batch=4)[6:]
+    assert current_share() is None
+
+
 # What people have today.
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import ON_THREADS, on_threads
+from helpers import NEED_NO_OPTIMIZER, ON_THREADS, on_threads
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -100,13 +100,32 @@ def wrapping(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("method", ON_THREADS)
+@pytest.mark.parametrize("method", [method for method in ON_THREADS if method in NEED_NO_OPTIMIZER])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_gradients_are_those_of_one_worker(wrapping: Any, method: str, world_size: int, accumulate: int) -> None:
     """Thirteen samples in batches of five: all shards uneven, and on four ranks the last batch does not reach all."""
     expected = train(net(), accumulate=accumulate)
     for found in wrapping(world_size, lambda _: train(syncline.DataParallel(net(), method), accumulate=accumulate)):
         assert_close(found, expected)
+
+
+def test_a_method_that_updates_later_ends_with_the_weights_of_one_worker(wrapping: Any) -> None:
+    def weights(model: nn.Module, wrap: Callable[..., nn.Module]) -> dict[str, Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        wrapper, loader = wrap(model, optimizer), syncline.loader(dataset(), global_batch=5)
+        for _ in range(4):
+            for inputs, targets in loader:
+                nn.functional.cross_entropy(wrapper(inputs), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return {name: tensor.clone() for name, tensor in wrapper.state_dict().items()}
+
+    def ahead(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+        return syncline.DataParallel(model, "ahead", optimizer=optimizer)
+
+    expected = weights(net(), lambda model, _: model)
+    for found in wrapping(3, lambda _: weights(net(), ahead)):
+        torch.testing.assert_close(found, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("last", ["uneven", "drop", "pad"])

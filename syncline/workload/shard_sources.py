@@ -28,6 +28,13 @@ Part = tuple[Any, int, int]
 """A rank's batch, how many of its samples count, and how many the global batch has."""
 
 
+class Samples(Protocol):
+    """Samples by number: a map-style Dataset, or a list."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
 class Order(Protocol):
     """The global batches of every epoch, as sample numbers: the same on every rank."""
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch.utils.data import default_collate
 from syncline.errors import DataError
 from syncline.plan import Plan
 from syncline.workload.data.batches import sample_numbers
-from syncline.workload.shard_sources import seed_all, seeded
+from syncline.workload.shard_sources import Samples, seed_all, seeded
 from syncline.workload.sharding import Indices, Shard, epoch_order, mix, word
 from syncline.workload.tasks import Task, right_answers
 from syncline.workload.user_code import accepted, load_callable
@@ -39,18 +39,12 @@ TEST_EPOCH = 2**63 - 1
 """Stands for 'not an epoch' where draws for test samples are seeded."""
 
 
-class Samples(Protocol):
-    """Pairs (input, target) by number: a map-style Dataset, or a list."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Data:
     """What a `--data` callable returns."""
 
     train: Samples
+    """Pairs (input, target)."""
     test: Samples | None = None
     """Without one, a tenth of `train` is kept for the test."""
     loss: Callable[[Any, Tensor], Tensor] | None = None
