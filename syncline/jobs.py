@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from syncline.errors import Interrupted, PlanError, RunFolderError
 from syncline.launcher.places import Place, place_for
 from syncline.machine import oversubscription
-from syncline.methods import BASELINE, METHODS
+from syncline.methods import BASELINE, BLOCK, METHODS, PLANNED_AFTER
 from syncline.plan import Plan, load_plan
 from syncline.results import Certificates, Comparison, Probe
 from syncline.running import Job, started
@@ -256,7 +256,7 @@ def _train(
 
 def _compare(plan: Plan, names: list[str], place: Place, voice: Voice, *, run_dir: Path | None) -> RunFolder:
     # Two halves of a comparison cannot be compared: it does not restart.
-    plan = plan.replace(max_restarts=0)
+    plan = in_blocks(plan.replace(max_restarts=0), names)
     with started("compare", plan, place, voice, label=str(plan.workers), run_dir=run_dir) as job:
         from syncline import worker
 
@@ -264,6 +264,20 @@ def _compare(plan: Plan, names: list[str], place: Place, voice: Voice, *, run_di
         about = {"workers": plan.workers, "compute": plan.compute_note, "global_batch": plan.global_batch}
         job.finish({**about, "rows": rows})
     return job.run
+
+
+def in_blocks(plan: Plan, names: Sequence[str]) -> Plan:
+    """A method whose transfers go on into the next step takes turns of several steps: a turn of one would be a
+    barrier. Steps and warm-up are made whole turns, at least as many as such a method needs to plan its transfers."""
+    block = plan.measure.block
+    if block == 1 and any(METHODS[name].overlaps_steps for name in names):
+        block = BLOCK
+    if block == 1:
+        return plan
+    least = PLANNED_AFTER if any(METHODS[name].overlaps_steps for name in names) else 0
+    warmup = -(-max(plan.measure.warmup, least) // block) * block
+    steps = max(-(-(plan.steps or 1) // block), 3) * block
+    return plan.replace(steps=steps, measure=plan.measure.model_copy(update={"warmup": warmup, "block": block}))
 
 
 def _probe(

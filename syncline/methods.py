@@ -189,6 +189,10 @@ ON_LINKS = "bucketed"
 """What `auto` chooses where gradients must travel."""
 IN_MEMORY = "shared-memory"
 """What `auto` chooses where they need not."""
+BLOCK = 8
+"""Steps of a turn in a comparison with a method whose transfers go on into the next step."""
+PLANNED_AFTER = 10
+"""Steps after which such a method has planned its transfers."""
 
 OLD_NAMES = {"data-parallel": "thread-replicas"}
 """Names of earlier versions, accepted wherever a method is named."""

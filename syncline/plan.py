@@ -60,6 +60,8 @@ class Measure(Section):
     """Steps after the warm-up that are averaged; default all."""
     calibration: int = Field(3, ge=0)
     """Steps without synchronisation before the run, which measure bare compute time; 0 skips them."""
+    block: int = Field(1, ge=1)
+    """Steps of a method's turn in a comparison; more than 1 where a method's transfers go on into the next step."""
 
 
 class Inject(Section):

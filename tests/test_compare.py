@@ -11,6 +11,7 @@ from helpers import ON_THREADS, on_threads, small_batches
 
 from syncline.accounting.statistics import spread, timing
 from syncline.comm import Communicator
+from syncline.jobs import in_blocks
 from syncline.measure import comparison
 from syncline.measure.comparison import Comparison, Contender, compare_rows, contenders
 from syncline.plan import Plan
@@ -95,6 +96,25 @@ def test_timing_of_nothing_is_nothing_and_a_window_counts_the_first() -> None:
     assert (cut.median_s, cut.mean_s, cut.counted) == (1.5, 1.5, 2)
     assert spread([3.0]) == 0.0
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == 2.0
+
+
+def test_turns_of_several_steps_are_whole_and_long_enough_to_plan_transfers() -> None:
+    plan = Plan(workers=2, steps=10, measure={"warmup": 2})
+    assert in_blocks(plan, ["ddp", "bucketed"]) == plan
+    longer = in_blocks(plan, ["ddp", "ahead"])
+    assert (longer.measure.block, longer.measure.warmup, longer.steps) == (8, 16, 24)
+    asked = in_blocks(plan.replace(measure={"warmup": 2, "block": 3}), ["ddp"])
+    assert (asked.measure.block, asked.measure.warmup, asked.steps) == (3, 3, 12)
+
+
+def test_what_is_left_after_a_turn_is_shared_among_its_steps() -> None:
+    plan = Plan(workers=2, steps=6, measure={"warmup": 3, "block": 3})
+    rows = list(rows_of({"ahead": [9.0, 1.0, 1.0], "ddp": [9.0, 2.0, 2.0]}, plan).values())
+    ahead, ddp = comparison._with_left_over(plan, rows, [[9.0, 0.4, 0.4], [9.0, 0.0, 0.0]])
+    assert ahead["ratio_to_ddp"]["median"] == 0.5
+    assert ahead["left_s"] == 0.4
+    assert ahead["ratio_to_ddp_with_left"]["median"] == pytest.approx(0.6)  # (1 + 0.4 / 2) / 2
+    assert ddp["ratio_to_ddp_with_left"]["median"] == 1.0
 
 
 # A real comparison on threads.

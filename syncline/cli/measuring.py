@@ -74,7 +74,8 @@ def _show(comparison: Comparison) -> None:
     if plan.replayed:
         workload = f"compute {plan.compute_note}"
     title = f"{workload}, global batch {plan.global_batch}, {plan.workers} workers"
-    comparison_table(comparison.rows, title=title, steps=plan.steps or 0, warmup=plan.measure.warmup)
+    counts = {"steps": plan.steps or 0, "warmup": plan.measure.warmup, "block": plan.measure.block}
+    comparison_table(comparison.rows, title=title, **counts)
     for mark in summary["marks"]:
         print(mark)
     print(f"run folder {comparison.run.path}; next: syncline verify --workers {plan.workers}")

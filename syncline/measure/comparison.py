@@ -1,7 +1,13 @@
-"""All methods in one world of ranks, taking turns step by step, so that a noisy moment hits each alike."""
+"""All methods in one world of ranks, taking turns step by step, so that a noisy moment hits each alike.
+
+Where a method leaves transfers on their way into its next step, a turn has several steps, for all methods. A turn's
+step time then runs from the end of its first step to the end of its last. What is still on its way after that is
+waited for outside the clock, and measured too: nothing travels for free.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -38,6 +44,9 @@ class Contender:
     method: str
     threads: int
     seconds: list[float] = field(default_factory=list)
+    """By turn, of a step."""
+    left_s: list[float] = field(default_factory=list)
+    """By turn: what was still on its way at its end."""
     loss_sum: float = 0.0
     num_samples: int = 0
 
@@ -75,13 +84,13 @@ class Comparison:
 
     @property
     def rounds(self) -> int:
-        return self.plan.measure.warmup + (self.plan.steps or 1)
+        return (self.plan.measure.warmup + (self.plan.steps or 1)) // self.plan.measure.block
 
     def run(self) -> list[dict[str, Any]]:
         workers = [self._prepare(entry) for entry in self.entries]
         for round_index in range(self.rounds):
             for turn, (entry, worker) in enumerate(zip(self.entries, workers, strict=True)):
-                self.log.step, self.log.method = round_index, entry.label
+                self.log.method = entry.label
                 self._take_turn(entry, worker, round_index)
                 done = round_index * len(self.entries) + turn + 1
                 loss = entry.loss_sum / max(entry.num_samples, 1)
@@ -92,8 +101,10 @@ class Comparison:
             if worker is not None:
                 note_memory(self.log, worker.model, worker.sync)
         self.log.method = ""
-        seconds, losses = self._slowest(), self._losses()
-        return compare_rows(self.plan, self.entries, seconds, losses, self.batches.task)
+        seconds = self._slowest("step times", [entry.seconds for entry in self.entries])
+        left = self._slowest("left over", [entry.left_s for entry in self.entries])
+        rows = compare_rows(self.plan, self.entries, seconds, self._losses(), self.batches.task)
+        return rows if self.plan.measure.block == 1 else _with_left_over(self.plan, rows, left)
 
     def _prepare(self, entry: Contender) -> Worker | None:
         if entry.alone and self.communicator.rank != 0:
@@ -110,45 +121,59 @@ class Comparison:
         return Worker(model, module, sync, make_optimizer(self.plan, model), self.batches, self.log, **settings)
 
     def _take_turn(self, entry: Contender, worker: Worker | None, round_index: int) -> None:
-        shard = self._shard(entry, round_index)
         slowed = self.plan.inject.threads if self.communicator.rank == self.plan.inject.rank else None
         torch.set_num_threads(slowed or entry.threads)
-        if worker is not None:
-            set_learning_rate(worker.optimizer, self._learning_rate(round_index))
-        # Every method draws the same dropout masks in a round, so that losses can be compared.
-        seed_forward(self.plan.seed, self.communicator.rank, round_index)
+        block = self.plan.measure.block
+        self.log.step = round_index * block
         self._meet()
+        start_ns = time.monotonic_ns()
+        ends_ns = [self._take_step(entry, worker, round_index * block + number) for number in range(block)]
+        if worker is not None:
+            worker.sync.synchronize()
+        left_ns = time.monotonic_ns() - ends_ns[-1]
+        entry.seconds.append((ends_ns[-1] - (ends_ns[0] if block > 1 else start_ns)) / max(block - 1, 1) / 1e9)
+        entry.left_s.append(left_ns / 1e9)
+        self.log.flush()
+
+    def _take_step(self, entry: Contender, worker: Worker | None, step: int) -> int:
+        """When it ended. A turn of a single step pays for all of its transfers."""
+        shard = self._shard(entry, step)
+        self.log.step = step
+        if worker is not None:
+            set_learning_rate(worker.optimizer, self._learning_rate(step))
+        # Every method draws the same dropout masks in a round, so that losses can be compared.
+        seed_forward(self.plan.seed, self.communicator.rank, step)
         self.traffic.begin()
         start_ns = time.monotonic_ns()
         if worker is not None:
             result = train_step(worker, shard)
-            worker.sync.synchronize()  # a turn pays for all of its transfers
+            if self.plan.measure.block == 1:
+                worker.sync.synchronize()
             entry.loss_sum, entry.num_samples = result.loss * result.num_samples, result.num_samples
         end_ns = time.monotonic_ns()
         self.traffic.end()
-        entry.seconds.append((end_ns - start_ns) / 1e9)
         self.log.add("step", start=start_ns, end=end_ns)
-        self.log.flush()
+        return end_ns
 
-    def _learning_rate(self, round_index: int) -> float:
+    def _learning_rate(self, step: int) -> float:
         sharding = Sharding(self.batches.num_train, self.plan.global_batch, self.plan.seed, 0, 1)
-        lengths = (self.rounds, self.plan.global_batch, sharding.steps_per_epoch)
-        return learning_rate(self.plan.optimizer, round_index, *lengths)
+        steps = self.rounds * self.plan.measure.block
+        return learning_rate(self.plan.optimizer, step, steps, self.plan.global_batch, sharding.steps_per_epoch)
 
-    def _shard(self, entry: Contender, round_index: int) -> Shard:
+    def _shard(self, entry: Contender, step: int) -> Shard:
         rank, world_size = (0, 1) if entry.alone else (self.communicator.rank, self.communicator.world_size)
         sharding = Sharding(self.batches.num_train, self.plan.global_batch, self.plan.seed, rank, world_size)
-        epoch, step = divmod(round_index, sharding.steps_per_epoch)
-        return next(sharding.epoch(epoch, step))
+        epoch, step_in_epoch = divmod(step, sharding.steps_per_epoch)
+        return next(sharding.epoch(epoch, step_in_epoch))
 
     def _meet(self) -> None:
         """All ranks start a turn together; a turn's time must not hold another method's delay."""
         with self.communicator.scope("turn"):
             self.communicator.all_reduce(torch.zeros(1, device=self.communicator.device), label="turn")
 
-    def _slowest(self) -> list[list[float]]:
-        own = torch.tensor([entry.seconds for entry in self.entries], dtype=torch.float64)
-        slowest = torch.stack(self._all_gather("step times", own)).amax(0)
+    def _slowest(self, scope: str, seconds: list[list[float]]) -> list[list[float]]:
+        own = torch.tensor(seconds, dtype=torch.float64)
+        slowest = torch.stack(self._all_gather(scope, own)).amax(0)
         rows: list[list[float]] = slowest.tolist()
         return rows
 
@@ -171,11 +196,11 @@ def compare_rows(
 ) -> list[dict[str, Any]]:
     """The table. Speed-up is at one global batch, against `single` with one worker's threads, where that ran."""
     by_label = {entry.label: list(times) for entry, times in zip(entries, seconds, strict=True)}
-    rows = []
+    rows, warmup = [], plan.measure.warmup // plan.measure.block
     for entry, times, loss in zip(entries, seconds, losses, strict=True):
-        measured = timing(times, warmup=plan.measure.warmup)
+        measured = timing(times, warmup=warmup)
         assert measured is not None, "a comparison has at least one step"
-        timed = list(times[plan.measure.warmup :])
+        timed = list(times[warmup:])
         row: dict[str, Any] = {
             "label": entry.label,
             "method": entry.method,
@@ -188,9 +213,24 @@ def compare_rows(
         }
         if BASELINE in by_label:
             # The spread is that of rounds side by side; the figure is the quotient of the two medians printed.
-            alone = by_label[BASELINE][plan.measure.warmup :]
+            alone = by_label[BASELINE][warmup:]
             row["speedup"] = asdict(replace(paired_ratio(alone, timed), median=speedup(alone, timed)))
         if CONTROL in by_label:
-            row["ratio_to_ddp"] = asdict(paired_ratio(timed, by_label[CONTROL][plan.measure.warmup :]))
+            row["ratio_to_ddp"] = asdict(paired_ratio(timed, by_label[CONTROL][warmup:]))
         rows.append(row)
+    return rows
+
+
+def _with_left_over(plan: Plan, rows: list[dict[str, Any]], left: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    """What was still on its way after a turn, and the ratio to DDP with it shared among the turn's steps."""
+    warmup, steps = plan.measure.warmup // plan.measure.block, plan.measure.block - 1
+    whole = [
+        [step_s + left_s / steps for step_s, left_s in zip(row["seconds"], own[warmup:], strict=True)]
+        for row, own in zip(rows, left, strict=True)
+    ]
+    control = next((times for row, times in zip(rows, whole, strict=True) if row["label"] == CONTROL), None)
+    for row, own, times in zip(rows, left, whole, strict=True):
+        row["left_s"] = statistics.median(own[warmup:])
+        if control is not None:
+            row["ratio_to_ddp_with_left"] = asdict(paired_ratio(times, control))
     return rows

@@ -30,7 +30,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
         print(caption)
 
 
-def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, warmup: int) -> None:
+def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, warmup: int, block: int = 1) -> None:
     unit = next((unit for unit in ("tokens", "samples") if rows and f"{unit}_per_s" in rows[0]), "images")
     rate = "img/s" if unit == "images" else f"{unit}/s"
     columns = ["method", "ranks", "step", rate, "speed-up", "time/ddp", "loss"]
@@ -46,13 +46,21 @@ def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, 
         ]
         for row in rows
     ]
+    turns = "methods taking turns" if block == 1 else f"methods taking turns of {block}"
     caption = (
-        f"Median of {steps} steps, methods taking turns; {warmup} warm-up steps of each are cut.\n"
+        f"Median of {steps} steps, {turns}; {warmup} warm-up steps of each are cut.\n"
         "Ranks: workers x threads. ±: half the interquartile range. Speed-up:\n"
         "against single with one worker's threads. Loss: of the last step, same batches for\n"
         "all. = : no difference, 1 lies inside the spread of the ratio."
     )
     print_table(columns, cells, title=title, caption=caption)
+    for row in rows:
+        if row.get("left_s", 0.0) > 0.001:
+            ratio = _ratio(row.get("ratio_to_ddp_with_left"), is_baseline=row["label"] == CONTROL)
+            print(
+                f"{row['label']}: {format_seconds(row['left_s'])} of transfers were left after each turn; "
+                f"with them, time/ddp is {ratio}."
+            )
 
 
 def _ratio(ratio: dict[str, Any] | None, *, is_baseline: bool) -> str:
