@@ -51,8 +51,9 @@ def train(
     model: str | None = None, data: str | None = None, data_dir: Path | str | None = None, method: str | None = None,
     workers: int | None = None, threads: int | None = None, global_batch: int | None = None,
     steps: int | None = None, epochs: int | None = None, recipe: str | None = None,
-    optimizer: str | None = None, clip_norm: float | None = None, seed: int | None = None,
-    compute: str | None = None, hosts: int | None = None, link: str | None = None, max_restarts: int | None = None,
+    optimizer: str | None = None, clip_norm: float | None = None, precision: str | None = None,
+    seed: int | None = None, compute: str | None = None,
+    hosts: int | None = None, link: str | None = None, max_restarts: int | None = None,
     settings: Mapping[str, Any] | None = None,
     run_dir: Path | str | None = None, place: Place | None = None, show: Show = "nothing",
 ) -> Run:  # fmt: skip
@@ -64,7 +65,7 @@ def train(
     flags = {
         "model": model, "data": data, "data_dir": data_dir, "method": method, "workers": workers, "threads": threads,
         "global_batch": global_batch, "steps": steps, "epochs": epochs, "recipe": recipe, "seed": seed,
-        "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm,
+        "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm, "precision": precision,
         "compute": compute, "hosts": hosts, "link": link, "max_restarts": max_restarts,
     }  # fmt: skip
     given = make_plan(plan, flags, settings)
@@ -87,7 +88,7 @@ def compare(
     model: str | None = None, data: str | None = None, data_dir: Path | str | None = None,
     workers: int | None = None, threads: int | None = None, global_batch: int | None = None,
     steps: int = 10, warmup: int = 2, optimizer: str | None = None, clip_norm: float | None = None,
-    seed: int | None = None, compute: str | None = None,
+    precision: str | None = None, seed: int | None = None, compute: str | None = None,
     hosts: int | None = None, link: str | None = None, settings: Mapping[str, Any] | None = None,
     run_dir: Path | str | None = None, place: Place | None = None, show: Show = "nothing",
 ) -> Comparison:  # fmt: skip
@@ -97,7 +98,7 @@ def compare(
         "model": model, "data": data, "data_dir": data_dir, "workers": workers, "threads": threads,
         "global_batch": global_batch, "steps": steps, "measure.warmup": warmup, "seed": seed, "compute": compute,
         "hosts": hosts, "link": link, "method": leading(names),
-        "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm,
+        "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm, "precision": precision,
     }  # fmt: skip
     given = make_plan(plan, flags, settings)
     names = _without_single(names, voice) if given.replayed else names
@@ -109,8 +110,8 @@ def compare(
 
 def verify(
     *, workers: int | Sequence[int] = 2, methods: Sequence[str] = SENDING, models: Sequence[str] = ("cnn", "vgg11"),
-    transfer_dtype: str | None = None, batch_norm: str | None = None, threads: int | None = None,
-    seed: int | None = None, hosts: int | None = None, link: str | None = None,
+    transfer_dtype: str | None = None, batch_norm: str | None = None, precision: str | None = None,
+    threads: int | None = None, seed: int | None = None, hosts: int | None = None, link: str | None = None,
     place: Place | None = None, show: Show = "nothing",
 ) -> Certificates:  # fmt: skip
     """Prove that each method computes what one worker would.
@@ -125,7 +126,8 @@ def verify(
         raise PlanError(f"nothing to certify: {silent} send nothing, and not all methods support 16-bit transfers.")
     sizes = [workers] if isinstance(workers, int) else list(workers)
     flags = {
-        "threads": threads, "seed": seed, "batch_norm": batch_norm, "options.transfer_dtype": transfer_dtype,
+        "threads": threads, "seed": seed, "batch_norm": batch_norm, "precision": precision,
+        "options.transfer_dtype": transfer_dtype,
         "hosts": hosts, "link": link, "data": "synthetic", "method": names[0],
     }  # fmt: skip
     plans = [make_plan(None, {**flags, "workers": size, "model": model}) for size in sizes for model in models]
@@ -239,6 +241,7 @@ def _train(
         ) as job:
             threads = "1 thread" if plan.threads == 1 else f"{plan.threads} threads"
             note = f", compute {plan.compute_note}" if plan.replayed else ""
+            note += "" if plan.precision == "float32" else f", {plan.precision}"
             voice.say(f"{plan.model}, {plan.method}, {plan.workers} x {threads}{note}; run folder {job.run.path}")
             if old is not None:
                 voice.say(f"continuing {where_to_continue(job.run)}")

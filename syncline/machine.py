@@ -18,6 +18,9 @@ _M_MMAP_THRESHOLD = -3
 _PR_SET_PDEATHSIG = 1  # as in sys/prctl.h
 STRONG_MEMORY_ORDER = ("x86_64", "AMD64")
 """Processors on which other cores see writes in the order in which they were made."""
+BF16_RATES = {"amx_bf16": 16, "avx512_bf16": 2}
+"""Instructions that multiply bf16 numbers: how many times as many products in one cycle of a core as AVX-512 forms of
+32-bit numbers. AMX: 512 against 2 x 16; vdpbf16ps: 32 to a register against 16."""
 _SHARED_BYTES = 580 * 2**20
 """The launcher, the switch, and what all emulated hosts share: torch, loaded once. This and the next two are fits to
 the sum of PSS of all processes with 2 and 8 hosts, a tiny model and synthetic images: 869 and 1,726 MiB."""
@@ -98,11 +101,22 @@ def check_memory(*, hosts: int, ranks: int, weights_bytes: float, replayed: bool
 
 
 def processor() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def bf16_instructions(table: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """Which of BF16_RATES this processor has; none where that cannot be known."""
+    flags = _cpuinfo("flags", table).split()
+    return [name for name in BF16_RATES if name in flags]
+
+
+def _cpuinfo(key: str, table: Path = Path("/proc/cpuinfo")) -> str:
+    """What the kernel says about the first core; empty where it does not."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+        for line in table.read_text().splitlines():
+            if line.partition(":")[0].strip() == key:
                 return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return ""
 
 
 def boot_id() -> str:

@@ -27,6 +27,8 @@ from syncline.methods import (
 from syncline.optimizers import Optimizer, reads_texts, with_recipe
 from syncline.words import DATA, IN_FILES, MODELS, RECIPES
 
+Precision = Literal["float32", "bf16"]
+
 
 class Options(Section):
     """Options of the method; a method refuses options that it does not have."""
@@ -138,6 +140,9 @@ class Plan(Section):
     """Where the model computes."""
     backend: Literal["gloo", "nccl"] | None = None
     """What carries the bytes; default gloo on cpu, nccl on cuda."""
+    precision: Precision = "float32"
+    """Compute in 32 bits, or multiply 16-bit numbers (bf16) in forward and backward; weights, sums, batch-norm
+    statistics and the loss stay in 32 bits."""
     channels_last: bool = True
     """Use the channels-last layout: faster convolutions on CPU."""
     evaluate: bool = True

@@ -63,6 +63,12 @@ def _replayed(plan: Plan) -> tuple[dict[str, Any], str]:
     changes: dict[str, Any] = {"compute": f"{kind}:{path.resolve()}", "data": "synthetic", "data_dir": None}
     changes |= {"threads": 1, "evaluate": False, "model": times.model or plan.model}
     changes["measure"] = {**plan.measure.model_dump(exclude_none=True), "calibration": 0}
+    if plan.precision not in ("float32", times.precision):
+        raise PlanError(
+            f"precision is {plan.precision}, but the recorded times are for {times.precision}.",
+            action=f"Leave precision out, or record a run with precision {plan.precision}.",
+        )
+    changes["precision"] = times.precision
     if times.samples is not None:
         batch = times.samples * plan.workers
         if "global_batch" in plan.model_fields_set and plan.global_batch != batch:

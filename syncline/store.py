@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from syncline.errors import RunFolderError
 from syncline.events import NO_EVENTS, Events, read_events
 from syncline.files import locked, write_atomic
-from syncline.machine import cores, installed_bytes, processor
+from syncline.machine import bf16_instructions, cores, installed_bytes, processor
 from syncline.marks import Mark, marks_of
 from syncline.plan import Plan, stored_plan
 from syncline.workload.user_code import search_also
@@ -314,6 +314,7 @@ def list_runs(root: Path = ROOT) -> list[RunFolder]:
 def machine() -> dict[str, Any]:
     return {
         "processor": processor(),
+        "bf16": bf16_instructions(),
         "cores": cores(),
         "memory_bytes": installed_bytes(),
         "system": platform.platform(),

@@ -137,6 +137,7 @@ def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifi
         sharding=sharding,
         log=rank.log,
         batch_norm=plan.batch_norm,
+        precision=plan.precision,
     )
 
 
@@ -181,7 +182,7 @@ def _calibrate(rank: Rank, run: RunFolder, batches: Batches) -> None:
         sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, communicator.world_size)
         steps = calibrate(worker, sharding, plan.measure.calibration, communicator)
         samples = -(-plan.global_batch // communicator.world_size)
-        about = {"model": plan.model, "threads": plan.threads or 1, "samples": samples}
+        about = {"model": plan.model, "threads": plan.threads or 1, "samples": samples, "precision": plan.precision}
         about["num_train"] = batches.num_train
         times = gather_times(steps, model, communicator, about)
     if rank.number == 0:

@@ -203,7 +203,7 @@ def named_functions(function: FunctionType) -> set[FunctionType]:
     things = [function.__globals__.get(name) for name in names_in(function.__code__)]
     methods = [method for thing in things if isinstance(thing, type) for method in vars(thing).values()]
     functions = (inspect.unwrap(thing) for thing in (*things, *methods) if isinstance(thing, FunctionType))
-    return {thing for thing in functions if is_of_tests(thing)}
+    return {thing for thing in functions if isinstance(thing, FunctionType) and is_of_tests(thing)}
 
 
 @functools.cache

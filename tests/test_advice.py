@@ -26,6 +26,7 @@ def facts(
     threads: int = 1,
     options: dict[str, Any] | None = None,
     outliers: list[Outliers] | None = None,
+    bf16: str | None = None,
     **milliseconds: float,
 ) -> Facts:
     """Parts in milliseconds; buckets as (bytes, exposed wire in milliseconds)."""
@@ -35,7 +36,8 @@ def facts(
     means = [BucketMeans(f"bucket {i}", size, wire / 1e3, wire / 1e3) for i, (size, wire) in enumerate(buckets or [])]
     own = Breakdown(10, step_s, step_s, parts, 0.0, overlap, ranks, [], means)
     counts = dict.fromkeys(range(workers), threads)
-    return Facts(method, own, stragglers or [], disagreement, hosts, cores, counts, options or {}, outliers or [])
+    positional = (method, own, stragglers or [], disagreement, hosts, cores, counts, options or {}, outliers or [])
+    return Facts(*positional, bf16=bf16)
 
 
 LATE = Straggler(
@@ -74,6 +76,11 @@ SPEAKS: dict[str, tuple[Facts, list[str], float | None]] = {
         0.062,
     ),
     "16 bits": (facts(forward=30, backward=30, wire=40), ["bf16 would save at most 20.0 ms", "lossy"], 0.02),
+    "16-bit compute": (
+        facts(forward=30, backward=50, update=10, wire=10, bf16="avx512_bf16"),
+        ["precision bf16 would save at most 40.0 ms", "avx512_bf16 multiplies 2 times as many"],
+        0.04,
+    ),
     "overlap": (
         facts(method="all-reduce", overlap=0.0, forward=30, backward=50, wire=60),
         ["Nothing is sent while backward runs", "(bucketed) would save at most 50.0 ms"],
@@ -113,6 +120,10 @@ SILENT: dict[str, list[Facts]] = {
         facts(forward=40, backward=40, wire=20),
         facts(forward=30, backward=30, wire=40, options={"transfer_dtype": "bf16"}),
         facts(forward=30, backward=30, wire=40, method="shared-memory"),
+    ],
+    "16-bit compute": [
+        facts(forward=30, backward=50, update=10, wire=10),
+        facts(forward=20, backward=20, wire=60, bf16="avx512_bf16"),
     ],
     "overlap": [
         facts(method="all-reduce", overlap=0.0, forward=50, backward=50, wire=5),

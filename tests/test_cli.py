@@ -25,18 +25,27 @@ PLACE = ("--hosts", "--workers-per-host", "--link", "--nodes", "--node-rank", "-
 VERBS = {
     "train": [
         *("--model", "--data", "--data-dir", "--method", "--workers", "--threads", "--global-batch", "--steps"),
-        *("--epochs", "--recipe", "--optimizer", "--clip-norm", "--seed", "--compute", "--set", "--eval-per-rank"),
-        *("--profile", "--run-dir"),
+        *("--epochs", "--recipe", "--optimizer", "--clip-norm", "--precision", "--seed", "--compute", "--set"),
+        *("--eval-per-rank", "--profile", "--run-dir"),
         *("--resume", "--max-restarts", *PLACE, "--port", "--print-plan", "--json", "--help"),
     ],
     "compare": [
         *("--methods", "--model", "--data", "--data-dir", "--workers", "--threads", "--global-batch", "--steps"),
-        *("--warmup", "--optimizer", "--clip-norm", "--seed", "--compute", "--set", "--run-dir"),
+        *("--warmup", "--optimizer", "--clip-norm", "--precision", "--seed", "--compute", "--set", "--run-dir"),
         *(*PLACE, "--port", "--json", "--help"),
     ],
     "verify": [
-        *("--workers", "--methods", "--models", "--transfer-dtype", "--batch-norm", "--threads", "--seed", "--hosts"),
-        *("--link", "--port", "--json", "--help"),
+        *(
+            "--workers",
+            "--methods",
+            "--models",
+            "--transfer-dtype",
+            "--batch-norm",
+            "--precision",
+            "--threads",
+            "--seed",
+        ),
+        *("--hosts", "--link", "--port", "--json", "--help"),
     ],
     "explain": ["--step", "--method", "--probe", "--json", "--help"],
     "probe": [

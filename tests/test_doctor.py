@@ -26,6 +26,7 @@ def test_this_machine_is_examined_line_by_line(cli: Cli) -> None:
         "threads",
         "memory",
         "memory bandwidth",
+        "bf16 compute",
         "torch",
         "backends",
         "shared memory",
@@ -46,6 +47,23 @@ def test_failure_is_told_with_its_fix_and_exit_code_1(cli: Cli, tmp_path: Path) 
     assert "run folder" in line
     assert "--folder" in line
     assert done.stdout.endswith("fix what failed first\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("fpu avx512f avx512_bf16 sse", "avx512_bf16: --precision bf16 may be faster"),
+        ("fpu amx_bf16 avx512_bf16", "amx_bf16, avx512_bf16:"),
+        ("fpu avx512f avx512_bf16x", "no instructions"),
+    ],
+)
+def test_bf16_instructions_are_read_from_the_kernels_list(flags: str, words: str, tmp_path: Path) -> None:
+    table = tmp_path / "cpuinfo"
+    table.write_text(f"processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: {flags}\n\nprocessor\t: 1\nflags\t: none\n")
+    finding = doctor.examine_bf16(table)
+    assert finding.status == "ok"
+    assert words in finding.found
+    assert "no instructions" in doctor.examine_bf16(tmp_path / "nothing").found
 
 
 @pytest.mark.parametrize(("kilobytes", "status"), [(9_000_000, "ok"), (100_000, "warn")])

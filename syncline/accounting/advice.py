@@ -13,6 +13,7 @@ from typing import Any
 from syncline.accounting.breakdown import COMPUTE, Breakdown, BucketMeans
 from syncline.accounting.outliers import Outliers
 from syncline.accounting.stragglers import BETWEEN, Disagreement, Straggler
+from syncline.machine import BF16_RATES
 from syncline.methods import IN_MEMORY, ON_LINKS, Method, method_of
 from syncline.units import format_seconds
 
@@ -52,6 +53,8 @@ class Facts:
     """Steps that the breakdown leaves out."""
     loader_workers: int = 0
     """Processes of a rank that load data ahead, as far as known."""
+    bf16: str | None = None
+    """The processor's fastest bf16 instruction, where the run could have used it and did not."""
 
     @property
     def row(self) -> Method:
@@ -190,6 +193,18 @@ def sixteen_bits(facts: Facts) -> Advice | None:
     return Advice("16 bits", f"Sending bf16{how} would save at most {format_seconds(saves)}, but is lossy.", saves)
 
 
+def sixteen_bit_compute(facts: Facts) -> Advice | None:
+    if facts.bf16 is None or facts.breakdown.share(*COMPUTE) < HALF:
+        return None
+    rate = BF16_RATES[facts.bf16]
+    saves = _parts(facts, "forward", "backward") * (1 - 1 / rate)
+    text = (
+        f"Compute is the limit: precision bf16 would save at most {format_seconds(saves)}, since {facts.bf16} "
+        f"multiplies {rate} times as many 16-bit numbers at a time; it rounds what it multiplies to 8 bits."
+    )
+    return Advice("16-bit compute", text, saves)
+
+
 def overlap(facts: Facts) -> Advice | None:
     own = facts.breakdown
     if own.overlap is None or own.overlap >= LITTLE_OVERLAP or own.share("wire") < SOME:
@@ -296,6 +311,7 @@ RULES: tuple[Rule, ...] = (
     waiting,
     wire_bound,
     sixteen_bits,
+    sixteen_bit_compute,
     overlap,
     last_bucket,
     one_host,

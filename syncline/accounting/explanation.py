@@ -163,7 +163,7 @@ def explain(run: Run, *, method: str | None = None, probe: Run | None = None) ->
     methods = [
         explained
         for name in _chosen(events, method, run)
-        if (explained := _explain_method(name, events, plan, _cores(run), notes, link)) is not None
+        if (explained := _explain_method(name, events, plan, _machine(run), notes, link)) is not None
     ]
     if not methods:
         raise RunFolderError(
@@ -235,7 +235,7 @@ def _explain_method(
     name: str,
     events: Events,
     plan: Plan,
-    cores: int | None,
+    machine: _Machine,
     notes: list[str],
     link: tuple[float, str] | None,
 ) -> MethodExplanation | None:
@@ -259,11 +259,12 @@ def _explain_method(
         stragglers=stragglers,
         disagreement=disagreement,
         hosts=len({events.ranks[rank].host for rank in steps[0].ranks if rank in events.ranks}),
-        cores=cores,
+        cores=machine.cores,
         threads={rank: events.ranks[rank].threads or 1 for rank in steps[0].ranks if rank in events.ranks},
         options=plan.options_for(name),
         outliers=outliers,
         loader_workers=max((int(record.get("workers", 0)) for record in loaders), default=0),
+        bf16=machine.bf16,
     )
     advice = advise(facts)
     # Calibration steps know no injected delay, and replayed compute cannot be slowed.
@@ -343,12 +344,23 @@ def _clock_note(clocks: Sequence[Clock], hosts: int) -> list[str]:
     return []
 
 
-def _cores(run: Run) -> int | None:
+@dataclass(frozen=True)
+class _Machine:
+    """What advice depends on, as far as the run folder says it."""
+
+    cores: int | None = None
+    bf16: str | None = None
+    """An instruction that a run in 32 bits left unused. None for another's loop, whose precision is not known."""
+
+
+def _machine(run: Run) -> _Machine:
     try:
-        cores = run.machine.get("cores")
+        found = run.machine
     except SynclineError:
-        return None
-    return int(cores) if cores else None
+        return _Machine()
+    plan, names = run.plan, found.get("bf16") or [None]
+    unused = plan.precision == "float32" and plan.device == "cpu" and not plan.replayed and run.kind != "record"
+    return _Machine(int(found["cores"]) if found.get("cores") else None, names[0] if unused else None)
 
 
 def _explain_step(run: Run, method: str, step: Step, events: Events) -> StepExplanation:

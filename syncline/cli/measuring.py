@@ -28,6 +28,7 @@ def compare(
     warmup: Annotated[int, typer.Option(help="Warm-up steps of each method, not counted.")] = 2,
     optimizer: options.OptimizerName = None,
     clip_norm: options.ClipNorm = None,
+    precision: options.Precision = None,
     seed: options.Seed = None,
     compute: options.Compute = None,
     settings: options.Settings = None,
@@ -51,7 +52,7 @@ def compare(
     flags = {
         "model": model, "data": data, "data_dir": data_dir, "workers": where.workers(workers), "threads": threads,
         "global_batch": global_batch, "seed": seed, "compute": compute, "hosts": where.num_hosts, "link": link,
-        "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm,
+        "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm, "precision": precision,
         "method": jobs.leading(jobs.method_names(names)), **options.parse_settings(settings),
     }  # fmt: skip
     given = jobs.make_plan(plan, flags)
@@ -73,6 +74,7 @@ def _show(comparison: Comparison) -> None:
     workload = f"{plan.model} on {plan.data}"
     if plan.replayed:
         workload = f"compute {plan.compute_note}"
+    workload += "" if plan.precision == "float32" else f", {plan.precision}"
     title = f"{workload}, global batch {plan.global_batch}, {plan.workers} workers"
     counts = {"steps": plan.steps or 0, "warmup": plan.measure.warmup, "block": plan.measure.block}
     comparison_table(comparison.rows, title=title, **counts)
@@ -91,6 +93,7 @@ def verify(
     batch_norm: Annotated[
         str | None, typer.Option(help="Batch norm across ranks: local, broadcast or sync; default: the method's own.")
     ] = None,
+    precision: options.Precision = None,
     threads: options.Threads = None,
     seed: options.Seed = None,
     hosts: options.Hosts = None,
@@ -106,7 +109,8 @@ def verify(
     """
     certificates = jobs.verify(
         workers=options.numbers(workers, "--workers"), methods=options.names(methods), models=options.names(models),
-        transfer_dtype=transfer_dtype, batch_norm=batch_norm, threads=threads, seed=seed, hosts=hosts, link=link,
+        transfer_dtype=transfer_dtype, batch_norm=batch_norm, precision=precision, threads=threads, seed=seed,
+        hosts=hosts, link=link,
         place=None if hosts else Here(port), show="progress" if as_json else "all",
     )  # fmt: skip
     if as_json:

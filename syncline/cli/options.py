@@ -31,6 +31,7 @@ Threads = Annotated[int | None, typer.Option(help="Compute threads per worker; d
 GlobalBatch = Annotated[int | None, typer.Option(help="Samples per step over all workers.")]
 OptimizerName = Annotated[str | None, typer.Option("--optimizer", help="sgd, adamw or adam; default: the recipe's.")]
 ClipNorm = Annotated[float | None, typer.Option(help="Scale a gradient whose norm is larger down to this norm.")]
+Precision = Annotated[str | None, typer.Option(help="float32, or bf16: multiply 16-bit numbers.")]
 Seed = Annotated[int | None, typer.Option(help="Seed of everything random.")]
 RunDir = Annotated[Path | None, typer.Option(help="Folder for the run; default runs/DATE-….")]
 Port = Annotated[int, typer.Option(help="Port where ranks meet; 0 picks a free one.")]

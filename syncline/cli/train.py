@@ -33,6 +33,7 @@ def train(
     ] = None,
     optimizer: options.OptimizerName = None,
     clip_norm: options.ClipNorm = None,
+    precision: options.Precision = None,
     seed: options.Seed = None,
     compute: options.Compute = None,
     settings: options.Settings = None,
@@ -64,7 +65,7 @@ def train(
     flags = {
         "model": model, "data": data, "data_dir": data_dir, "method": method, "workers": where.workers(workers),
         "threads": threads, "global_batch": global_batch, "steps": steps, "epochs": epochs, "recipe": recipe,
-        "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm,
+        "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm, "precision": precision,
         "seed": seed, "compute": compute, "eval_per_rank": eval_per_rank, "max_restarts": max_restarts,
         "hosts": where.num_hosts, "link": link, **options.parse_settings(settings),
     }  # fmt: skip

@@ -23,7 +23,7 @@ from typing import Literal
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher.route import Route
 from syncline.launcher.wire import Connection, Message, NotAFrame
-from syncline.machine import STRONG_MEMORY_ORDER, available_bytes, cores
+from syncline.machine import STRONG_MEMORY_ORDER, available_bytes, bf16_instructions, cores
 from syncline.units import format_bit_rate, format_bytes
 
 ENOUGH_MEMORY_BYTES = 2e9
@@ -46,8 +46,8 @@ class Finding:
 def examine_machine(folder: Path) -> list[Finding]:
     """What this machine can do by itself. `folder` is where runs are written."""
     checks: list[Callable[[], Finding]] = [
-        examine_cores, examine_threads, examine_memory, examine_bandwidth, examine_torch, examine_backends,
-        examine_shared_memory, examine_emulation, lambda: examine_folder(folder),
+        examine_cores, examine_threads, examine_memory, examine_bandwidth, examine_bf16, examine_torch,
+        examine_backends, examine_shared_memory, examine_emulation, lambda: examine_folder(folder),
     ]  # fmt: skip
     return [check() for check in checks]
 
@@ -96,6 +96,14 @@ def examine_bandwidth() -> Finding:
     if rate < 2e9:
         return Finding("warn", "memory bandwidth", found, "The machine is busy or throttled: results will vary.")
     return Finding("ok", "memory bandwidth", found)
+
+
+def examine_bf16(table: Path = Path("/proc/cpuinfo")) -> Finding:
+    """Never more than a remark: float32 needs nothing."""
+    names = bf16_instructions(table)
+    if names:
+        return Finding("ok", "bf16 compute", f"{', '.join(names)}: --precision bf16 may be faster")
+    return Finding("ok", "bf16 compute", "no instructions for it: --precision bf16 works, but slows compute down")
 
 
 def examine_torch() -> Finding:

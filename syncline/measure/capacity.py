@@ -20,8 +20,10 @@ import torch
 
 from syncline.errors import SynclineError
 from syncline.machine import available_bytes
+from syncline.plan import Precision
 from syncline.training.watching import peak_resident_bytes
 from syncline.workload.models import build_model, usual_task
+from syncline.workload.precision import forward_in
 
 BATCHES = (8, 16, 32)
 CHECKED = 24
@@ -34,13 +36,13 @@ def capacity(rank: Any) -> list[dict[str, Any]]:
     """Rows of the batches global_batch, x 4, x 4 … to the first that one worker has no memory for."""
     plan = rank.plan
     room = available_bytes() * SHARE
-    measured = in_child(plan.model, round(room), BATCHES)
+    measured = in_child(plan.model, round(room), BATCHES, plan.precision)
     if len(measured) < 2:
         raise SynclineError(
             f"there is not enough memory to train {plan.model} on {BATCHES[1]} samples.", action="Free some memory."
         )
     per_sample, process = fitted(measured)
-    tried = in_child(plan.model, round(1.5 * CHECKED * per_sample), (CHECKED, 2 * CHECKED))
+    tried = in_child(plan.model, round(1.5 * CHECKED * per_sample), (CHECKED, 2 * CHECKED), plan.precision)
     holds = [batch for batch, _ in tried] == [CHECKED]
     rows = []
     for batch in ladder(plan.global_batch, per_sample, process, room):
@@ -65,9 +67,20 @@ def ladder(first: int, per_sample: float, process: float, room: float) -> list[i
     return batches
 
 
-def in_child(model: str, limit: int, batches: Sequence[int]) -> list[tuple[int, int]]:
+def in_child(
+    model: str, limit: int, batches: Sequence[int], precision: Precision = "float32"
+) -> list[tuple[int, int]]:
     """(batch, peak bytes) of each batch within the limit, which counts only what the child allocates for batches."""
-    command = [sys.executable, "-P", "-m", "syncline.measure.capacity", model, str(limit), *map(str, batches)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "syncline.measure.capacity",
+        model,
+        precision,
+        str(limit),
+        *map(str, batches),
+    ]
     child = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if child.returncode != 0:
         last = child.stderr.strip().splitlines()[-1:] or ["no reason given"]
@@ -75,7 +88,7 @@ def in_child(model: str, limit: int, batches: Sequence[int]) -> list[tuple[int, 
     return [(result["batch"], result["peak"]) for result in map(json.loads, child.stdout.splitlines())]
 
 
-def _main(name: str, limit: int, batches: Sequence[int]) -> None:
+def _main(name: str, precision: Precision, limit: int, batches: Sequence[int]) -> None:
     torch.set_num_threads(1)
     task = usual_task(name)
     model = build_model(name, seed=0, task=task).train()
@@ -83,7 +96,7 @@ def _main(name: str, limit: int, batches: Sequence[int]) -> None:
 
     def step(batch: int) -> None:
         inputs = torch.randn(batch, *task.input_shape).to(memory_format=torch.channels_last)
-        task.loss(model(inputs), torch.zeros(batch, dtype=torch.int64)).backward()
+        task.loss(forward_in(precision, model, inputs), torch.zeros(batch, dtype=torch.int64)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -107,4 +120,9 @@ def _address_space() -> int:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), [int(word) for word in sys.argv[3:]])
+    _main(
+        sys.argv[1],
+        "bf16" if sys.argv[2] == "bf16" else "float32",
+        int(sys.argv[3]),
+        [int(word) for word in sys.argv[4:]],
+    )

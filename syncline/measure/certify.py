@@ -11,6 +11,8 @@ round-off), and the mean adds two more roundings where n is no power of two.
 
 B asks whether data-parallel training is what one worker would do. It is, except where a layer looks at more than one
 sample (batch norm) or draws random numbers (dropout). Such a cause is proven by turning it off: then B must agree.
+16-bit compute (bf16) is such a cause too: A computes in it, so the method is held to the same standard there; B does
+not, and the certificate says how far apart they are.
 With batch norm over the global batch there is no such excuse; no shard can be run by itself then, and A runs them
 side by side as threads of one process.
 
@@ -30,12 +32,14 @@ from torch import Tensor, nn
 from syncline.comm.communicator import Communicator
 from syncline.comm.threads import run_threads
 from syncline.methods import BatchNorm
+from syncline.plan import Precision
 from syncline.spans import EventLog
 from syncline.sync.after_backward import mean_in_rank_order
 from syncline.sync.base import GradientSync, broadcast_state
 from syncline.sync.batch_norm import Statistics, attach, synchronise_batch_norm
 from syncline.training.step import Worker, gradient_step
 from syncline.workload.data.batches import Batches, device_of, on_device
+from syncline.workload.precision import widened
 from syncline.workload.sharding import Shard, Sharding
 
 CLOSE = 1e-10
@@ -51,6 +55,8 @@ class Verdict:
     """Element with the largest ratio."""
     where: str = ""
     cause: str = ""
+    difference: float | None = None
+    """Where 16-bit compute is a cause, what it does by itself: the largest difference over the largest gradient."""
 
     @property
     def passed(self) -> bool:
@@ -112,6 +118,7 @@ def worst(verdicts: Sequence[Verdict]) -> Verdict:
 
 LEARNING_RATE = 0.01
 LOSSY = "lossy transfers"
+SIXTEEN_BITS = "16-bit compute"
 STATISTICS = "batch-norm statistics per rank"
 CAUSES: dict[str, type[nn.Module]] = {
     STATISTICS: nn.modules.batchnorm._BatchNorm,
@@ -148,10 +155,12 @@ class Certifier:
     """The same method without lossy transfers, where `make_sync` has them."""
     wire_dtype: torch.dtype | None = None
     batch_norm: BatchNorm | None = None
+    precision: Precision = "float32"
     steps: int = 3
 
     def run(self) -> Certificate | None:
         lossy = [LOSSY] if self.make_exact is not None else []
+        lossy += [SIXTEEN_BITS] if self.precision != "float32" else []
         sequential = self._judged(self._against_sequential, ["dropout masks"])
         one_worker = self._judged(self._against_one_worker, [*self._causes, *lossy])
         drift = self._drift()
@@ -166,11 +175,17 @@ class Certifier:
     def _judged(self, compare: Callable[[list[str]], Verdict], causes: list[str]) -> Verdict:
         """Compare; where it differs and the model has layers that may cause it, compare again without them."""
         verdict = compare([])
-        present = [cause for cause in causes if cause == LOSSY or _layers(self.make_model(), cause)]
+        present = [cause for cause in causes if cause not in CAUSES or _layers(self.make_model(), cause)]
         if self._same_on_all(verdict.passed) or not present:
             return verdict
         without = compare(present)
-        return replace(without, status="explained", cause=", ".join(present)) if without.passed else without
+        if not self._same_on_all(without.passed):
+            return without
+        explained = replace(without, status="explained", cause=", ".join(present))
+        if SIXTEEN_BITS not in present:
+            return explained
+        alone = compare([cause for cause in present if cause != SIXTEEN_BITS])
+        return replace(explained, difference=alone.ratio * CLOSE)
 
     def _against_sequential(self, off: list[str]) -> Verdict:
         model, worker = self._worker(self.make_model(), self.batches, off)
@@ -191,14 +206,17 @@ class Certifier:
 
     def _against_one_worker(self, off: list[str]) -> Verdict:
         batches = self.batches.in_dtype(torch.float64)
-        model, worker = self._worker(self.make_model().double(), batches, off)
+        if self.precision == "float32" or SIXTEEN_BITS in off:
+            model, worker = self._worker(self.make_model().double(), batches, off)
+        else:
+            model, worker = self._worker(self.make_model(), self.batches, off)
         reference = _turned_off(self.make_model().double(), off)
         self._equalise(model, reference)
         gradients = self._gradient_of_every_rank(worker, 0)
         worker.sync.detach()
         whole = next(replace(self.sharding, rank=0, world_size=1).epoch(0))
         expected = _gradient(reference, batches, whole, 1.0) if gradients else torch.empty(0)
-        verdicts = [judge_close(gradient, expected) for gradient in gradients]
+        verdicts = [judge_close(gradient.double(), expected) for gradient in gradients]
         return worst([self._locate(verdict, rank, 0) for rank, verdict in enumerate(verdicts)])
 
     def _drift(self) -> float:
@@ -220,7 +238,7 @@ class Certifier:
         module = attach(sync, model, self.batch_norm)
         _turned_off(module, off)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-        return model, Worker(model, module, sync, optimizer, batches, self.log)
+        return model, Worker(model, module, sync, optimizer, batches, self.log, precision=self.precision)
 
     def _equalise(self, model: nn.Module, reference: nn.Module) -> None:
         """Rank 0's reference weights in every rank's model."""
@@ -259,7 +277,7 @@ class Certifier:
         """The weight is computed again here, so that a mistake in Shard shows."""
         shard = next(replace(self.sharding, rank=rank).epoch(0, step))
         weight = len(shard.indices) * self.sharding.world_size / shard.num_global
-        return _gradient(reference, self.batches, shard, weight)
+        return _gradient(reference, self.batches, shard, weight, self.precision)
 
     def _same_on_all(self, answer: bool) -> bool:
         """Rank 0's answer on every rank: only it has something to compare."""
@@ -273,11 +291,15 @@ class Certifier:
         return replace(verdict, where=f"rank {rank}, step {step}, {name}" if name else "")
 
 
-def _gradient(model: nn.Module, batches: Batches, shard: Shard, weight: float) -> Tensor:
+def _gradient(
+    model: nn.Module, batches: Batches, shard: Shard, weight: float, precision: Precision = "float32"
+) -> Tensor:
     """Plain PyTorch on purpose: but for the loss of the samples, the reference shares no code with what it judges."""
     model.zero_grad()
     inputs, targets = on_device(batches.train(shard), device_of(model))
-    (batches.task.loss(model(inputs), targets) * weight).backward()
+    with torch.autocast(inputs.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        outputs = model(inputs)
+    (batches.task.loss(widened(outputs), targets) * weight).backward()
     return _flat_gradient(model)
 
 
@@ -300,7 +322,7 @@ def _layers(model: nn.Module, cause: str) -> list[nn.Module]:
 
 def _turned_off(model: nn.Module, causes: list[str]) -> nn.Module:
     for cause in causes:
-        if cause == LOSSY:
+        if cause not in CAUSES:
             continue
         for layer in _layers(model, cause):
             layer.eval()

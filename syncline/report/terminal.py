@@ -87,6 +87,8 @@ def certificate_table(rows: Sequence[dict[str, Any]]) -> None:
         "Gradients from identical weights. In brackets: the largest error as a share of its bound.\n"
         "Drift: largest difference of a weight after free-running steps; shown, not judged."
     )
+    if any(row["one_worker"].get("difference") is not None for row in rows):
+        caption += "\n16 bits alone: what 16-bit compute changes by itself, as a share of the largest gradient."
     print_table(columns, cells, caption=caption)
 
 
@@ -99,7 +101,9 @@ def describe(verdict: dict[str, Any]) -> str:
     if status == "lossy":
         return f"lossy, within its bound ({verdict['ratio']:.2g})"
     if status == "explained":
-        return f"differs: {verdict['cause']}; equal without"
+        size = verdict.get("difference")
+        alone = f"; 16 bits alone: {size:.1e}" if size is not None else ""
+        return f"differs: {verdict['cause']}; equal without{alone}"
     return f"WRONG at {verdict['where']} ({verdict['ratio']:.2g} x the bound)"
 
 

@@ -20,7 +20,10 @@ from syncline.study.lab_code import call_identity
 VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker", "batch_per_node")
 """Keys of a study that a plan does not have."""
 
-ADDED: dict[str, dict[str, Any]] = {"optimizer": {"name": "sgd", "betas": None, "eps": None, "clip_norm": None}}
+ADDED: dict[str, Any] = {
+    "precision": "float32",
+    "optimizer": {"name": "sgd", "betas": None, "eps": None, "clip_norm": None},
+}
 """Plan keys that came after the first labs, with what every plan meant before: those leave a digest as it was."""
 
 
@@ -237,10 +240,13 @@ def _placeholder(study: Study, stage: Stage, *, quick: bool) -> Chosen:
 def _known_before(plan: Plan) -> dict[str, Any]:
     """The plan's keys, but for ADDED ones that say what older versions did anyway."""
     values: dict[str, Any] = plan.model_dump(mode="json")
-    for section, meant in ADDED.items():
-        inner = values[section]
-        values[section] = {key: inner[key] for key in inner if key not in meant or inner[key] != meant[key]}
-    return values
+    return _without(values, ADDED)
+
+
+def _without(values: dict[str, Any], meant: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in values.items() if key not in meant or value != meant[key]}
+    inner = {key: value for key, value in kept.items() if isinstance(meant.get(key), Mapping)}
+    return kept | {key: _without(value, meant[key]) for key, value in inner.items()}
 
 
 def _word(value: Any) -> str:

@@ -92,7 +92,14 @@ class Replicas(nn.Module):
         self._pool.shutdown()
 
     def _in_threads(self, function: Callable[[Any], Result], items: Iterable[Any]) -> list[Result]:
-        return list(self._pool.map(function, items))
+        """In the caller's precision, which every thread has its own of."""
+        enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+        def in_precision(item: Any) -> Result:
+            with torch.autocast("cpu", dtype, enabled=enabled):
+                return function(item)
+
+        return list(self._pool.map(in_precision, items))
 
 
 class _Gathered(torch.autograd.Function):

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from syncline.comm.communicator import Communicator
+from syncline.plan import Precision
 from syncline.training.step import buffers_kept
 from syncline.workload.data.batches import Batches, device_of, on_device
 from syncline.workload.data.loading import announced
+from syncline.workload.precision import forward_in
 from syncline.workload.tasks import Task
 
 BATCH, LARGE_BATCH = 250, 10
@@ -30,25 +32,29 @@ class Evaluation:
     num_samples: int
 
 
-def evaluate(model: nn.Module, batches: Batches, communicator: Communicator) -> Evaluation:
+def evaluate(
+    model: nn.Module, batches: Batches, communicator: Communicator, precision: Precision = "float32"
+) -> Evaluation:
     """With rank 0's buffers on every rank, each rank taking every n-th batch. Training state is left as it was."""
     with communicator.scope("evaluate"), buffers_kept(model):
         for name, buffer in model.named_buffers():
             communicator.broadcast(buffer, label=name)
-        results = _evaluate_batches(model, batches, communicator.rank, communicator.world_size)
+        results = _evaluate_batches(model, batches, communicator.rank, communicator.world_size, precision)
         results = results.to(communicator.device)
         communicator.all_reduce(results, label="loss and score by batch")
     return _total(results, batches)
 
 
-def evaluate_per_rank(model: nn.Module, batches: Batches, communicator: Communicator) -> list[Evaluation]:
+def evaluate_per_rank(
+    model: nn.Module, batches: Batches, communicator: Communicator, precision: Precision = "float32"
+) -> list[Evaluation]:
     """Each rank's own buffers on the whole test set: they differ, because batch-norm statistics are local."""
-    results = _evaluate_batches(model, batches, 0, 1).to(communicator.device)
+    results = _evaluate_batches(model, batches, 0, 1, precision).to(communicator.device)
     with communicator.scope("evaluate per rank"):
         return [_total(part, batches) for part in communicator.all_gather(results)]
 
 
-def _evaluate_batches(model: nn.Module, batches: Batches, first: int, stride: int) -> Tensor:
+def _evaluate_batches(model: nn.Module, batches: Batches, first: int, stride: int, precision: Precision) -> Tensor:
     """Sums of losses and of scores for each batch; zero where another rank fills in."""
     size = _batch_size(batches.task)
     every = [range(start, start + size) for start in range(0, batches.num_test, size)]
@@ -58,7 +64,7 @@ def _evaluate_batches(model: nn.Module, batches: Batches, first: int, stride: in
         for samples in announced(batches, every[first::stride]):
             index = samples.start // size
             inputs, targets = on_device(batches.test(samples.start, samples.stop), device)
-            outputs = model(inputs)
+            outputs = forward_in(precision, model, inputs)
             results[index, 0] = batches.task.loss(outputs, targets, reduction="sum").double()
             results[index, 1] = batches.task.score_sum(outputs, targets)
     return results

@@ -156,10 +156,12 @@ class Loop:
     def _evaluate(self, entry: dict[str, Any]) -> str:
         self.observer.doing("evaluating")
         with self.worker.log.span("evaluate"):
-            result = evaluate(self.worker.model, self.worker.batches, self.communicator)
+            result = evaluate(self.worker.model, self.worker.batches, self.communicator, self.plan.precision)
         entry |= self._figures("test_", result)
         if self.plan.eval_per_rank:
-            by_rank = evaluate_per_rank(self.worker.model, self.worker.batches, self.communicator)
+            by_rank = evaluate_per_rank(
+                self.worker.model, self.worker.batches, self.communicator, self.plan.precision
+            )
             entry["test_per_rank"] = [self._figures("", own) for own in by_rank]
             for rank, own in enumerate(by_rank):
                 self.observer.line(f"  rank {rank}'s own buffers: test {self._described(own)}")

@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from syncline.plan import Precision
 from syncline.spans import EventLog
 from syncline.sync import GradientSync
 from syncline.sync.batch_norm import SyncBatchNorm, samples_not_counted
 from syncline.training.delays import NO_DELAYS, Delayed, Delays
 from syncline.workload.data.batches import Batches, device_of, on_device
+from syncline.workload.precision import forward_in
 from syncline.workload.sharding import Shard
 
 Part = tuple[Tensor, Any, Tensor]
@@ -43,6 +45,7 @@ class Worker:
     delays: Delays = NO_DELAYS
     accumulate: int = 1
     """Number of parts that the shard is computed in."""
+    precision: Precision = "float32"
     clip_norm: float | None = None
     """Longest gradient that is applied."""
 
@@ -106,7 +109,7 @@ def _forward_and_backward(worker: Worker, shard: Shard) -> Part:
 
     with standing_in(worker.model, when=empty):
         with phase("forward"):
-            outputs = worker.module(inputs)
+            outputs = forward_in(worker.precision, worker.module, inputs)
             loss = worker.batches.task.loss(outputs, targets, label_smoothing=worker.label_smoothing)
 
         # The weight makes the average over ranks the mean over the global batch, also where shards are uneven.

@@ -27,7 +27,7 @@ from pydantic import Field
 
 from syncline.errors import PlanError
 from syncline.forms import Form, Section, checked
-from syncline.plan import compute_source
+from syncline.plan import Precision, compute_source
 
 FORMAT = 1
 FILE_NAME = "compute.json"
@@ -85,6 +85,7 @@ class ComputeTimes(Section):
     num_train: int = 50_000
     workers: int = 1
     threads: int = 1
+    precision: Precision = "float32"
     steps: int = 0
     """Calibration steps that were counted."""
     data_s: float = Field(0.0, ge=0)
