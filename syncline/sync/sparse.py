@@ -34,6 +34,7 @@ def average_sparse(communicator: Communicator, name: str, gradient: Tensor) -> N
         torch.cat([part[:, :count] for part, count in zip(all_indices, counts, strict=True)], dim=1),
         torch.cat([part[:count] for part, count in zip(all_values, counts, strict=True)]) / communicator.world_size,
         own.shape,
+        check_invariants=False,  # torch warns where nobody says
     ).coalesce()
     with torch.no_grad():
         gradient.copy_(mean.to(gradient.device))
