@@ -42,6 +42,7 @@ from syncline.workload.shard_sources import (
     Part,
     Samples,
     TakePart,
+    drawn_apart,
     mixed_seed,
     num_batches,
     own_part,
@@ -219,7 +220,10 @@ class Loader:
         done = self.step
         if self._order is not None:
             self._requests.upcoming = (number for (number,) in self._order.batches(self.epoch, done))
-        parts: Iterator[Part] = iter(self._data_loader(place))
+        made = self._data_loader(place)
+        # Worker processes have generators of their own, which the loader's seeds alike on all ranks.
+        in_process = self._order is None and not made.num_workers
+        parts: Iterator[Part] = drawn_apart(made, mixed_seed(self.seed, self.epoch)) if in_process else iter(made)
         for _ in range(done if self._order is None else 0):  # a stream has no other way to a place in its middle
             next(parts, None)
         for batch, counted, num_global in parts:

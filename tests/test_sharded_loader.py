@@ -337,6 +337,35 @@ def test_a_stream_gives_the_batches_of_one_worker(count: int, last: str) -> None
     assert union(DataLoader(Numbers(count), batch_size=8, drop_last=last == "drop"), 3, last=last) == expected
 
 
+class Shuffling(IterableDataset[int]):
+    """Draws at its start and on the way, without a seed."""
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = [*range(30)]
+        random.shuffle(numbers)
+        return (number + 100 * int(torch.randint(9, ())) + 1000 * np.random.randint(9) for number in numbers)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1, "multiprocessing_context": "fork"}], ids=["here", "worker"]
+)
+def test_a_stream_that_shuffles_itself_is_the_same_on_every_rank(options: dict[str, Any]) -> None:
+    def on_rank(rank: int) -> list[list[int]]:
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(rank)
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        got = parts(Shuffling(), rank, 3, epochs=2, global_batch=8, **options)
+        after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:], "the script's own draws are as if nothing was drawn here"
+        return got
+
+    together = [[*chain(*step)] for step in zip(*map(on_rank, range(3)), strict=True)]
+    assert sorted(number % 100 for batch in together[:4] for number in batch) == [*range(30)]
+    assert together[:4] != together[4:]
+    assert together == parts(Shuffling(), 0, 1, epochs=2, global_batch=8, **options)
+
+
 def test_a_dataset_of_whole_batches_is_cut_into_rows() -> None:
     class Batches(Dataset[Any]):
         def __len__(self) -> int:

@@ -217,13 +217,40 @@ def generators_of(sampler: Any) -> list[torch.Generator]:
 @contextmanager
 def seeded(seed: int, generators: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Inside, what is drawn follows from the seed. The process's generators are put back."""
-    state = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    before = _states()
     try:
         seed_all(seed)
         for generator in generators:
             generator.manual_seed(seed)
         yield
     finally:
-        torch.set_rng_state(state[0])
-        random.setstate(state[1])
-        np.random.set_state(state[2])
+        _set_states(before)
+
+
+def drawn_apart(batches: Iterable[Any], seed: int) -> Iterator[Any]:
+    """The same batches, made with random generators that start at the seed and are nobody else's: a stream that
+    shuffles itself is the same on every rank, and the process's own draws are as if there were no stream."""
+    outside = _states()
+    seed_all(seed)
+    upcoming = iter(batches)
+    while True:
+        try:
+            batch = next(upcoming)
+        except StopIteration:
+            return
+        finally:
+            inside = _states()
+            _set_states(outside)
+        yield batch
+        outside = _states()
+        _set_states(inside)
+
+
+def _states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
