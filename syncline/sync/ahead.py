@@ -37,7 +37,7 @@ from syncline.sync.bucketed import Bucketed
 from syncline.sync.hooks import CommHook
 from syncline.sync.late_updates import LateUpdates, why_not
 from syncline.sync.layout import MB
-from syncline.sync.transfer_plan import measure_link, plan_transfers
+from syncline.sync.transfer_plan import StepTimes, measure_link, plan_transfers
 from syncline.sync.waits import forget_calls, waiting_places, watch_calls
 
 PLAN_AFTER = (3, 6, 9)
@@ -93,15 +93,12 @@ class Ahead(Bucketed):
         """In a strict step: what parameters really hold, while they show NaN."""
         # What is watched, to plan with.
         self._places: dict[nn.Module, list[int]] = {}
-        self._called: dict[nn.Module, int] = {}
-        """When each module was first called in this forward."""
         self._seen = False
+        """The model was called since the wrapper's forward began."""
         self._steps = 0
         """Since the buffers were laid out."""
-        self._stalled_ns = self._stalled_before_ns = 0
-        self._begun_ns = self._forward_ns = 0
+        self._times = StepTimes()
         self._last_ready: dict[int, int] = {}
-        self._records: list[list[float]] = []
         if unused == "zero":
             self._wait_always('unused="zero" needs every rank\'s word on every gradient')
 
@@ -177,8 +174,8 @@ class Ahead(Bucketed):
             self.synchronize()
         if not self._pending:
             super().forward_begins()
-        self._called, self._seen = {}, False
-        self._forward_ns = self._compute_clock()
+        self._seen = False
+        self._times.forward_begins()
 
     def forward_ended(self) -> None:
         if in_backward() or not self._expects:
@@ -190,7 +187,7 @@ class Ahead(Bucketed):
         self._plan_now_and_then()
         early = self._barrier is None and self._steps < PLAN_AFTER[0]
         self._waits = bool(self._barrier) or self._updates is None or early or self._frozen_anew or not self._rebuilt
-        self._begun_ns, self._stalled_before_ns = self._compute_clock(), self._stalled_ns
+        self._times.backward_begins()
 
     def finish(self) -> None:
         """Gradients hold the mean. A caller that waits here loses what this method gains."""
@@ -207,7 +204,7 @@ class Ahead(Bucketed):
         if self._waits:
             before_ns = time.monotonic_ns()
             super().finish()
-            self._stalled_ns += time.monotonic_ns() - before_ns
+            self._times.stalled_ns += time.monotonic_ns() - before_ns
             return
         for number, parameter in enumerate(self._parameters):
             if number not in self._ready:
@@ -298,7 +295,7 @@ class Ahead(Bucketed):
         self._tripwires = [
             wire.expand(parameter.shape) for wire, parameter in zip(self._wires, self._parameters, strict=True)
         ]
-        self._records = []
+        self._times.records.clear()
 
     def _take_parameters(self) -> None:
         """What was planned for other parameters does not hold for these."""
@@ -354,8 +351,8 @@ class Ahead(Bucketed):
             numbers = self._places.get(module)
             if numbers:
                 self._update(numbers)
-        if self._steps <= PLAN_AFTER[-1] and module not in self._called and not in_backward():
-            self._called[module] = self._compute_clock()
+        if self._steps <= PLAN_AFTER[-1] and not in_backward():
+            self._times.calls(module)
 
     def _update(self, numbers: Iterable[int]) -> None:
         """Wait for the gradients of these parameters, and update those that were not yet."""
@@ -413,7 +410,7 @@ class Ahead(Bucketed):
             self._works[position].wait()
             self._arrived.add(chunk)
             end_ns = time.monotonic_ns()
-            self._stalled_ns += end_ns - start_ns
+            self._times.stalled_ns += end_ns - start_ns
             if end_ns - start_ns > SHORTEST_STALL_NS:
                 self.log.add("phase", name="stall", label=f"bucket {chunk}", start=start_ns, end=end_ns)
             self._divide(chunk)
@@ -436,10 +433,6 @@ class Ahead(Bucketed):
 
     # The plan.
 
-    def _compute_clock(self) -> int:
-        """Time without what was spent waiting for transfers."""
-        return time.monotonic_ns() - self._stalled_ns
-
     def _plan_now_and_then(self) -> None:
         """At the end of a forward, when everything of the step before has arrived."""
         if self._steps > PLAN_AFTER[-1] or self._barrier is True or self._updates is None:
@@ -447,35 +440,16 @@ class Ahead(Bucketed):
         if not self._places:
             numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
             assert self._model is not None
-            self._places = waiting_places(self._model, self._called.keys(), numbers)
+            self._places = waiting_places(self._model, self._times.called.keys(), numbers)
         elif self._last_ready and self._rebuilt:
-            self._records.append(self._record())
-        if self._steps in PLAN_AFTER and self._records:
+            self._times.record(self._places, self._chunks_of, self._flag_chunks, self._last_ready)
+        if self._steps in PLAN_AFTER and self._times.records:
             self._plan()
-
-    def _record(self) -> list[float]:
-        """Of the step that has just come to the end of its next forward: when each chunk was ready and needed, the
-        end of backward and the end of forward, in seconds of compute since backward began."""
-        now_ns = self._compute_clock()
-        first_use = [now_ns] * len(self._parameters)
-        for module, numbers in self._places.items():
-            for number in numbers:
-                first_use[number] = min(first_use[number], self._called.get(module, now_ns))
-        ready, due = [0] * len(self.layout.buckets), [now_ns] * len(self.layout.buckets)
-        last_ready = {number: at_ns - self._stalled_before_ns for number, at_ns in self._last_ready.items()}
-        for number, chunks in enumerate(self._chunks_of):
-            for chunk in chunks:
-                ready[chunk] = max(ready[chunk], last_ready.get(number, 0))
-                due[chunk] = min(due[chunk], first_use[number])
-        for chunk in self._flag_chunks:
-            ready[chunk], due[chunk] = max(last_ready.values()), self._forward_ns
-        times = [*ready, *due, self._forward_ns, now_ns]
-        return [max(0.0, (at_ns - self._begun_ns) / 1e9) for at_ns in times]
 
     def _plan(self) -> None:
         sizes = [(b.stop - b.start) * self._buffers[b.group].element_size() for b in self.layout.buckets]
-        own = torch.tensor(self._records[-2:], dtype=torch.float64).median(0).values
-        self._records = []
+        own = torch.tensor(self._times.records[-2:], dtype=torch.float64).median(0).values
+        self._times.records.clear()
         planned = plan_transfers(self.communicator, own, sizes, self.link, self._order_by)
         self.prediction, self.with_barrier = planned
         self._send_order = self.prediction.order

@@ -1,13 +1,13 @@
-"""What method ahead agrees on with the other ranks: the link's rate, and one order of transfers for all."""
+"""What method ahead measures and agrees on with other ranks: the times of a step, the link's rate, one order."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from syncline.comm.communicator import Communicator
 from syncline.methods import Order
@@ -23,6 +23,57 @@ from syncline.predict.transfers import (
 
 PROBE_BYTES = (16_384, 2_097_152)
 PROBE_REPEATS = 5
+
+
+class StepTimes:
+    """When chunks were ready and needed, on a clock that stands still while forward or a barrier waits for
+    transfers: what compute alone would take."""
+
+    def __init__(self) -> None:
+        self.stalled_ns = 0
+        self.called: dict[nn.Module, int] = {}
+        """When each module was first called in this forward."""
+        self.records: list[list[float]] = []
+        """As `plan_transfers` takes them, one for each step."""
+        self._backward_ns = self._forward_ns = self._stalled_before_ns = 0
+
+    def forward_begins(self) -> None:
+        self.called = {}
+        self._forward_ns = self._now()
+
+    def calls(self, module: nn.Module) -> None:
+        self.called.setdefault(module, self._now())
+
+    def backward_begins(self) -> None:
+        self._backward_ns, self._stalled_before_ns = self._now(), self.stalled_ns
+
+    def record(
+        self,
+        places: Mapping[nn.Module, Sequence[int]],
+        chunks_of: Sequence[Sequence[int]],
+        flag_chunks: Sequence[int],
+        ready_ns: Mapping[int, int],
+    ) -> None:
+        """The step whose next forward has just ended: where its parameters are waited for, which chunks they are in,
+        and when each was ready. Chunks with flags are due when forward begins."""
+        now_ns = self._now()
+        count = 1 + max((chunk for chunks in (*chunks_of, flag_chunks) for chunk in chunks), default=-1)
+        ready, due = [0] * count, [now_ns] * count
+        uses: dict[int, list[int]] = {}
+        for place, own in places.items():
+            for number in own:
+                uses.setdefault(number, [now_ns]).append(self.called.get(place, now_ns))
+        for number, chunks in enumerate(chunks_of):
+            for chunk in chunks:
+                ready[chunk] = max(ready[chunk], ready_ns.get(number, 0) - self._stalled_before_ns)
+                due[chunk] = min(due[chunk], *uses.get(number, [now_ns]))
+        for chunk in flag_chunks:
+            ready[chunk], due[chunk] = max(ready_ns.values()) - self._stalled_before_ns, self._forward_ns
+        times = [*ready, *due, self._forward_ns, now_ns]
+        self.records.append([max(0.0, (at_ns - self._backward_ns) / 1e9) for at_ns in times])
+
+    def _now(self) -> int:
+        return time.monotonic_ns() - self.stalled_ns
 
 
 def measure_link(channel: Communicator, communicator: Communicator) -> Link:
