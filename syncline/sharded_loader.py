@@ -209,7 +209,7 @@ class Loader:
                 part, counted = own_part(batch, *place)
                 if counted or stand_ins:
                     shares.append((step + 1, _share(counted, len(batch), place, stand_ins)))
-                    yield Indices.seeded(part, mixed_seed(self.seed, self.epoch, step, place.rank))
+                    yield Indices.of(part, self.seed, self.epoch, step, place.rank)
 
         self._requests.upcoming = requests()
         for batch in self._data_loader(place):

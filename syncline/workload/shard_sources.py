@@ -106,17 +106,18 @@ class Indices(list[int]):
     """The sample numbers of one batch. A worker process seeds its random generators before it makes the batch: what a
     transform draws follows from the batch, not from the worker or from where a stopped run goes on."""
 
-    seed = 0
+    place: tuple[int, ...] = (0,)
+    """What the seed follows from."""
 
     @classmethod
-    def seeded(cls, numbers: Iterable[int], seed: int) -> Self:
+    def of(cls, numbers: Iterable[int], *place: int) -> Self:
         made = cls(numbers)
-        made.seed = seed
+        made.place = place
         return made
 
     def __iter__(self) -> Iterator[int]:
         if get_worker_info() is not None:
-            seed_all(self.seed)
+            seed_all(mixed_seed(*self.place))
         return super().__iter__()
 
 
