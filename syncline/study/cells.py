@@ -22,6 +22,8 @@ VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker", "batch_per_node")
 
 ADDED: dict[str, Any] = {
     "precision": "float32",
+    "options": {"chunk_mb": None, "order": None, "barrier": None, "strict": None},
+    "measure": {"block": 1},
     "optimizer": {"name": "sgd", "betas": None, "eps": None, "clip_norm": None},
 }
 """Plan keys that came after the first labs, with what every plan meant before: those leave a digest as it was."""
