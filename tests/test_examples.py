@@ -68,6 +68,70 @@ def test_diff_between_the_examples_is_small() -> None:
     assert len([line for line in parallel if line.strip() and line not in plain]) <= 7
 
 
+LANGUAGE, PLAIN_LANGUAGE = EXAMPLES / "language_model.py", EXAMPLES / "plain_language_model.py"
+
+
+def run_language_model(*arguments: object) -> dict[str, Tensor]:
+    torch.set_default_dtype(torch.float64)
+    sys.argv = [str(LANGUAGE), *map(str, arguments)]
+    return dict(runpy.run_path(str(LANGUAGE), run_name="__main__")["model"].state_dict())
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"".join(b"%d bottles of milk on the wall, " % number for number in range(130)))
+    return path
+
+
+def test_language_model_ends_with_the_same_weights_however_it_is_split_and_stopped(text_file: Path) -> None:
+    """66 windows in batches of 20 on two workers: the last batch is smaller, and clipping sees the whole batch."""
+    given = ("--text", text_file, "--epochs", 2, "--batch", 20, "--clip-norm", 0.5)
+    (alone,) = syncline.launch(run_language_model, *given, workers=1, threads=1)
+    first, second = syncline.launch(run_language_model, *given, workers=2, threads=1)
+    assert all(torch.equal(second[key], first[key]) for key in first)
+    torch.testing.assert_close(first, alone, rtol=1e-6, atol=1e-8)
+    stopped = (*given, "--checkpoint", text_file.with_name("last.pt"))
+    halfway, _ = syncline.launch(run_language_model, *stopped, "--stop-after", 1, workers=2, threads=1)
+    resumed, _ = syncline.launch(run_language_model, *stopped, workers=2, threads=1)
+    assert not torch.equal(halfway["head.weight"], first["head.weight"])
+    assert all(torch.equal(resumed[key], first[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [sys.executable, PLAIN_LANGUAGE],
+        [SYNCLINE, "launch", LANGUAGE, "--workers", "2", "--", "--bf16", "--clip-norm", "1"],
+    ],
+    ids=["plain", "bf16 on two workers"],
+)
+def test_language_model_learns_a_text_of_its_own(command: list[object], tmp_path: Path) -> None:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [float(text) for text in EPOCH.findall(done.stdout)]
+    assert len(losses) == 3, done.stdout
+    assert losses[-1] < losses[0] < 5.6, "less than all 256 bytes being equally likely"
+
+
+def test_plain_language_model_goes_on_where_it_stopped(text_file: Path) -> None:
+    def epochs(*arguments: object) -> list[str]:
+        command = [sys.executable, PLAIN_LANGUAGE, "--text", text_file, "--epochs", 2, "--batch", 20, *arguments]
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, cwd=text_file.parent)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    first, second = epochs()
+    assert epochs("--checkpoint", "last.pt", "--stop-after", 1) == [first]
+    assert epochs("--checkpoint", "last.pt") == [second]
+
+
+def test_diff_between_the_language_models_is_small() -> None:
+    plain, parallel = (path.read_text().splitlines() for path in (PLAIN_LANGUAGE, LANGUAGE))
+    code = parallel[parallel.index("import argparse") :]
+    assert len([line for line in code if line.strip() and line not in plain]) <= 9
+
+
 @pytest.fixture
 def parquet_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "parquet"
