@@ -16,28 +16,20 @@ import copy
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import Any, Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from syncline import world
-from syncline.comm import Communicator, devices, instrumented
-from syncline.comm.mpi_backend import connect_mpi
+from syncline.comm import Communicator, instrumented
 from syncline.comm.shared_memory import count_hosts
-from syncline.comm.threads import ThreadCommunicator, ThreadWorld
-from syncline.comm.torch_backend import adopt, connect
-from syncline.drop_in import DropIn
-from syncline.errors import PlanError, UsageError
-from syncline.joining import ShadowHook, UnevenInputs, uneven_inputs
-from syncline.launcher.adopt import placement_from_environment
-from syncline.launcher.route import find_meeting
+from syncline.errors import PlanError
+from syncline.joining import Joining
 from syncline.methods import (
     METHODS,
     ON_LINKS,
@@ -54,7 +46,7 @@ from syncline.resolve import choose_method
 from syncline.spans import EventLog
 from syncline.sync import GradientSync, make_sync
 from syncline.sync.base import SameStart, in_backward, when_garbage
-from syncline.sync.batch_norm import Statistics, SyncBatchNorm, attach, refuse_shared_channel, synchronise_batch_norm
+from syncline.sync.batch_norm import Statistics, attach, refuse_shared_channel, synchronise_batch_norm
 from syncline.sync.flat import FlatSync
 from syncline.sync.hooks import CommHook
 from syncline.torch_keywords import (
@@ -74,7 +66,7 @@ from syncline.training.step import standing_in
 from syncline.weighing import Weigher
 
 
-class DataParallel(DropIn, Joinable):
+class DataParallel(Joining):
     """`module` with gradients averaged over ranks by `method`. Collective."""
 
     def __init__(
@@ -124,7 +116,6 @@ class DataParallel(DropIn, Joinable):
         The other keywords are those of torch's DistributedDataParallel, and a list in the method's place is its
         `device_ids`: docs/drop_in.md says what each does here."""
         super().__init__()
-        Joinable.__init__(self)
         method, device_ids = method_and_devices(method, device_ids)
         bucket_cap_mb = max(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
         options = {
@@ -163,13 +154,13 @@ class DataParallel(DropIn, Joinable):
         self._forget_hooks()
         self._ends_backward = False
         self._optimized_in_backward: list[nn.Parameter] | None = None
-        self._uneven: UnevenInputs | None = None
+        self._uneven = None
         self._weigher = Weigher()
 
     def _attach(self) -> None:
         """Meet the other ranks. Collective."""
         wanted, made_group = self._settings, not dist.is_initialized()
-        backend = _connect(self._process_group, wanted.deadline_s, self.module)
+        backend = world.meet(self._process_group, wanted.deadline_s, self.module)
         self.communicator = instrumented(backend, self.log, deadline_s=wanted.deadline_s)
         world.enter(self.communicator, self)
         self.method, self.reason = _choose(wanted.method, self.module, self.communicator)
@@ -253,53 +244,6 @@ class DataParallel(DropIn, Joinable):
         """torch's communication hooks, for the methods with buckets: the hook averages each bucket. Method auto
         becomes bucketed; then it is collective."""
         self._register_hook(state, hook, getattr(hook, "__qualname__", ""))
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Around a loop in which ranks may have different numbers of batches.
-
-        A rank that is done takes part with zero gradients until all are, and ends with the others' parameters. The
-        mean is over the whole world, or else over the ranks that still have a batch. With
-        `throw_on_early_termination`, every rank raises as soon as one is done. If not enabled, it does nothing.
-        """
-        if not enable:
-            return nullcontext()
-        if not throw_on_early_termination:
-            self._refuse_synchronised_batch_norm()
-        if self._torch_s is not None:
-            context: AbstractContextManager[None] = self._torch_s.join(
-                divide_by_initial_world_size, enable, throw_on_early_termination
-            )
-            return context
-        by_world_size, throws = divide_by_initial_world_size, throw_on_early_termination
-        return uneven_inputs(self, divide_by_initial_world_size=by_world_size, throws=throws)
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's own `Join` context."""
-        self._refuse_synchronised_batch_norm()
-        if self._torch_s is not None:
-            hook: JoinHook = self._torch_s.join_hook(**kwargs)
-            return hook
-        return ShadowHook(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        return self.communicator.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        return self.process_group
-
-    def _refuse_synchronised_batch_norm(self) -> None:
-        if any(isinstance(layer, SyncBatchNorm) for layer in self.module.modules()):
-            raise PlanError(
-                "join does not work with batch-norm statistics over all ranks' batches.",
-                action='Use batch_norm = "local", or give every rank the same number of batches.',
-            )
 
     def synchronize(self) -> None:
         """Wait for what method ahead has left on its way: gradients hold the mean, updates are applied. Before you
@@ -413,7 +357,7 @@ def convert_sync_batch_norm(
 ) -> nn.Module:
     """`module` with batch norm over all ranks' batches, on CPU as on GPU: for use with torch's own
     DistributedDataParallel and other wrappers. In place, but for a module that is itself a batch norm. Collective."""
-    backend = _connect(process_group, deadline_s, module)
+    backend = world.meet(process_group, deadline_s, module)
     communicator = instrumented(backend, EventLog(keep=False), deadline_s=deadline_s)
     if communicator.world_size == 1:
         return module
@@ -434,38 +378,6 @@ def _with_prefix(wrapper: DataParallel, state: dict[str, Any], prefix: str, *_re
     own = wrapper.module.state_dict().keys()
     for key in [key for key in state if key.startswith(prefix) and key.removeprefix(prefix) in own]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
-
-
-def _connect(
-    process_group: dist.ProcessGroup | None, deadline_s: float, module: nn.Module | None = None
-) -> Communicator:
-    deadline = timedelta(seconds=deadline_s)
-    on = {parameter.device for parameter in module.parameters()} if module is not None else set()
-    if dist.is_initialized():
-        devices.check(dist.get_backend_config(process_group), on)
-        return adopt(process_group, deadline=deadline, host_index=host_index())
-    place = placement_from_environment()
-    if process_group is not None:
-        raise PlanError("you gave process_group, but torch.distributed is not initialised.")
-    if place is None:
-        return ThreadCommunicator(ThreadWorld(1), 0)
-    meeting = None if place.master_addr else find_meeting(place)
-    if not place.master_addr and (meeting is None or place.launcher == "mpi"):
-        return connect_mpi(deadline)  # mpiexec names no place to meet: MPI itself is one
-    gpus, nccl = torch.cuda.device_count(), dist.is_nccl_available()
-    choice = devices.choose(on, gpus=gpus, nccl=nccl, local_rank=place.local_rank)
-    if choice.gpu is not None:
-        torch.cuda.set_device(choice.gpu)
-    return connect(place, backend=choice.backend, deadline=deadline, meeting=meeting)
-
-
-def host_index() -> int:
-    """As the launcher says; scripts that make the group themselves often set only some of its variables."""
-    try:
-        place = placement_from_environment()
-    except UsageError:
-        return 0
-    return place.host_index if place else 0
 
 
 def _choose(method: str, module: nn.Module, communicator: Communicator) -> tuple[str, str]:

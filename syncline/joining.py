@@ -8,29 +8,20 @@ joinables such as ZeRO, needs ranks that torch.distributed connects.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
-from syncline.comm import Communicator
-from syncline.sync.base import GradientSync, broadcast_state, share_buffers
+from syncline.drop_in import DropIn
+from syncline.errors import PlanError
+from syncline.sync.base import broadcast_state, share_buffers
+from syncline.sync.batch_norm import SyncBatchNorm
 
 DONE, ACCUMULATES, AVERAGES = 0, 1, 2
-
-
-class Wrapper(Protocol):
-    """What this file needs of DataParallel."""
-
-    module: nn.Module
-    training: bool
-    communicator: Communicator
-    sync: GradientSync
-    require_backward_grad_sync: bool
-    _join_config: _JoinConfig
-    _uneven: UnevenInputs | None
 
 
 class UnevenInputs:
@@ -38,7 +29,7 @@ class UnevenInputs:
 
     def __init__(
         self,
-        wrapper: Wrapper,
+        wrapper: Joining,
         *,
         divide_by_initial_world_size: bool = True,
         throw_on_early_termination: bool = False,
@@ -58,7 +49,7 @@ class UnevenInputs:
         if self._in_torch_s_context:
             if not self._wrapper._join_config.enable:
                 return
-            work = Join.notify_join_context(self._wrapper)  # type: ignore[arg-type]
+            work = Join.notify_join_context(self._wrapper)
             if work is not None:
                 work.wait()
         self._announce(AVERAGES if self._wrapper.require_backward_grad_sync else ACCUMULATES)
@@ -117,7 +108,7 @@ class UnevenInputs:
 
 
 @contextmanager
-def uneven_inputs(wrapper: Wrapper, *, divide_by_initial_world_size: bool, throws: bool) -> Iterator[None]:
+def uneven_inputs(wrapper: Joining, *, divide_by_initial_world_size: bool, throws: bool) -> Iterator[None]:
     """Around a loop in which ranks may have different numbers of batches."""
     uneven = UnevenInputs(
         wrapper, divide_by_initial_world_size=divide_by_initial_world_size, throw_on_early_termination=throws
@@ -146,7 +137,7 @@ def _gradients_kept(module: nn.Module) -> Iterator[None]:
 class ShadowHook(JoinHook):
     """DataParallel in torch's own `Join` context."""
 
-    def __init__(self, wrapper: Wrapper, *, divide_by_initial_world_size: bool = True) -> None:
+    def __init__(self, wrapper: Joining, *, divide_by_initial_world_size: bool = True) -> None:
         self._wrapper = wrapper
         self._uneven = UnevenInputs(
             wrapper, divide_by_initial_world_size=divide_by_initial_world_size, in_torch_s_context=True
@@ -161,3 +152,61 @@ class ShadowHook(JoinHook):
         self._wrapper._uneven = None
         # torch leaves it on, and every later forward would then ask the other ranks.
         self._wrapper._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+class Joining(DropIn, Joinable):
+    """DataParallel's part in `join` and in torch's context."""
+
+    _uneven: UnevenInputs | None
+    """The `join` that is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Around a loop in which ranks may have different numbers of batches.
+
+        A rank that is done takes part with zero gradients until all are, and ends with the others' parameters. The
+        mean is over the whole world, or else over the ranks that still have a batch. With
+        `throw_on_early_termination`, every rank raises as soon as one is done. If not enabled, it does nothing.
+        """
+        if not enable:
+            return nullcontext()
+        if not throw_on_early_termination:
+            self._refuse_synchronised_batch_norm()
+        if self._torch_s is not None:
+            context: AbstractContextManager[None] = self._torch_s.join(
+                divide_by_initial_world_size, enable, throw_on_early_termination
+            )
+            return context
+        by_world_size, throws = divide_by_initial_world_size, throw_on_early_termination
+        return uneven_inputs(self, divide_by_initial_world_size=by_world_size, throws=throws)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's own `Join` context."""
+        self._refuse_synchronised_batch_norm()
+        if self._torch_s is not None:
+            hook: JoinHook = self._torch_s.join_hook(**kwargs)
+            return hook
+        return ShadowHook(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.communicator.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    def _refuse_synchronised_batch_norm(self) -> None:
+        if any(isinstance(layer, SyncBatchNorm) for layer in self.module.modules()):
+            raise PlanError(
+                "join does not work with batch-norm statistics over all ranks' batches.",
+                action='Use batch_norm = "local", or give every rank the same number of batches.',
+            )

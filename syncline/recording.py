@@ -37,7 +37,7 @@ from syncline.accounting.statistics import timing
 from syncline.comm import Communicator
 from syncline.comm.clock import note_clock
 from syncline.comm.torch_backend import adopt
-from syncline.data_parallel import DataParallel, host_index
+from syncline.data_parallel import DataParallel
 from syncline.errors import RunFolderError, SynclineError, UsageError
 from syncline.methods import BASELINE, CONTROL, METHODS
 from syncline.plan import Plan
@@ -284,7 +284,7 @@ class _World:
             self.communicator, self.method, self.module = model.communicator, model.method, model.module
         elif isinstance(model, DistributedDataParallel):
             deadline = timedelta(seconds=Communicator.deadline_s)
-            self.communicator = adopt(model.process_group, deadline=deadline, host_index=host_index())
+            self.communicator = adopt(model.process_group, deadline=deadline, host_index=world.host_index())
             self.method, self.module = CONTROL, model.module
         elif dist.is_initialized() and dist.get_world_size() > 1:
             raise UsageError(

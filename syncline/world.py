@@ -11,14 +11,20 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from syncline.comm import Communicator, instrumented
-from syncline.comm.torch_backend import TorchCommunicator
+from syncline.comm import Communicator, devices, instrumented
+from syncline.comm.mpi_backend import connect_mpi
+from syncline.comm.threads import ThreadCommunicator, ThreadWorld
+from syncline.comm.torch_backend import TorchCommunicator, adopt, connect
+from syncline.errors import PlanError, UsageError
 from syncline.launcher.adopt import placement_from_environment
+from syncline.launcher.route import find_meeting
 from syncline.spans import EventLog
 
 
@@ -89,9 +95,7 @@ def channel(deadline_s: float = Communicator.deadline_s) -> Communicator:
     """To talk to all ranks. Joins the world of the process if this thread is in none. Collective."""
     backend = _backend()
     if backend is None:
-        from syncline.data_parallel import _connect  # late: that file enters worlds here
-
-        backend = _connect(None, deadline_s)
+        backend = meet(None, deadline_s)
         enter(backend)
     if _here.channel is None:
         _here.channel = instrumented(backend, EventLog(keep=False), deadline_s=backend.deadline_s)
@@ -108,3 +112,35 @@ def _backend() -> Communicator | None:
 
 def _exists(group: dist.ProcessGroup) -> bool:
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def meet(process_group: dist.ProcessGroup | None, deadline_s: float, module: nn.Module | None = None) -> Communicator:
+    """The ranks of a group that exists, or of the launcher that started this process; nobody else if there is none.
+    The backend suits the devices of the module. Collective."""
+    deadline = timedelta(seconds=deadline_s)
+    on = {parameter.device for parameter in module.parameters()} if module is not None else set()
+    if dist.is_initialized():
+        devices.check(dist.get_backend_config(process_group), on)
+        return adopt(process_group, deadline=deadline, host_index=host_index())
+    place = placement_from_environment()
+    if process_group is not None:
+        raise PlanError("you gave process_group, but torch.distributed is not initialised.")
+    if place is None:
+        return ThreadCommunicator(ThreadWorld(1), 0)
+    meeting = None if place.master_addr else find_meeting(place)
+    if not place.master_addr and (meeting is None or place.launcher == "mpi"):
+        return connect_mpi(deadline)  # mpiexec names no place to meet: MPI itself is one
+    gpus, nccl = torch.cuda.device_count(), dist.is_nccl_available()
+    choice = devices.choose(on, gpus=gpus, nccl=nccl, local_rank=place.local_rank)
+    if choice.gpu is not None:
+        torch.cuda.set_device(choice.gpu)
+    return connect(place, backend=choice.backend, deadline=deadline, meeting=meeting)
+
+
+def host_index() -> int:
+    """As the launcher says; scripts that make the group themselves often set only some of its variables."""
+    try:
+        place = placement_from_environment()
+    except UsageError:
+        return 0
+    return place.host_index if place else 0

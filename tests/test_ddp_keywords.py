@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import syncline
-from syncline import data_parallel
+from syncline import world
 from syncline.errors import ContractError, PlanError, SynclineError
 from syncline.plan import Plan
 from syncline.resolve import resolve
@@ -33,10 +33,8 @@ here = threading.local()
 
 @pytest.fixture(autouse=True)
 def ranks_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = data_parallel._connect
-    monkeypatch.setattr(
-        data_parallel, "_connect", lambda *given: here.backend if hasattr(here, "backend") else alone(*given)
-    )
+    alone = world.meet
+    monkeypatch.setattr(world, "meet", lambda *given: here.backend if hasattr(here, "backend") else alone(*given))
 
 
 def on_ranks(world_size: int, live: Callable[[int], Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import syncline
-from syncline import data_parallel, weighing
+from syncline import weighing, world
 from syncline.comm import Communicator
 from syncline.errors import UsageError
 from syncline.shares import Pass, Share
@@ -87,7 +87,7 @@ def assert_close(found: Gradients, expected: Gradients) -> None:
 def wrapping(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """`wrapping(world_size, function)`: function(rank) on threads; DataParallel finds the world of its thread."""
     here = threading.local()
-    monkeypatch.setattr(data_parallel, "_connect", lambda *_: here.backend)
+    monkeypatch.setattr(world, "meet", lambda *_: here.backend)
 
     def run(world_size: int, function: Callable[[int], Any]) -> list[Any]:
         def live(communicator: Communicator, _log: object) -> Any:
