@@ -70,6 +70,7 @@ def loader(
     shuffle: bool | None = None,
     last: Last | None = None,
     seed: int | None = None,
+    weigh: bool = True,
     **options: Any,
 ) -> Loader:
     """`data` divided among ranks: a Dataset with numbered samples, an IterableDataset, or a DataLoader of either.
@@ -78,7 +79,10 @@ def loader(
     `last` says what to do with a last batch that is smaller: "uneven" (the default) uses it as it is, "drop" leaves
     it out, and "pad" fills it with samples from the beginning of the epoch. A Dataset is shuffled unless `shuffle` is
     False; a DataLoader decides for itself. All other keywords are DataLoader's.
+
+    Weights are for losses that are means over samples. For others, such as sums, turn them off: `weigh=False`.
     """
+    options["weigh"] = weigh
     if seed is not None and seed < 0:
         raise UsageError(f"seed {seed} is below 0.", action="Give 0 or a positive number.")
     if last not in (None, "uneven", "drop", "pad"):
@@ -112,6 +116,7 @@ class Loader:
         last: Last = "uneven",
         seed: int = 0,
         whole_batches: bool = False,
+        weigh: bool = True,
         collate_fn: Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> None:
@@ -130,6 +135,7 @@ class Loader:
         self.last, self.seed = last, seed
         self._order = order
         self._whole_batches = whole_batches
+        self._weigh = weigh
         self._collate = collate_fn
         self._options = options
         self._under_way = False
@@ -208,7 +214,7 @@ class Loader:
             for step, batch in enumerate(order.batches(self.epoch, self.step), start=self.step):
                 part, counted = own_part(batch, *place)
                 if counted or stand_ins:
-                    shares.append((step + 1, _share(counted, len(batch), place, stand_ins)))
+                    shares.append((step + 1, self._share(counted, len(batch), place, stand_ins)))
                     yield Indices.of(part, self.seed, self.epoch, step, place.rank)
 
         self._requests.upcoming = requests()
@@ -229,7 +235,11 @@ class Loader:
         for batch, counted, num_global in parts:
             self.step += 1
             if counted or stand_ins:
-                yield _share(counted, num_global, place, stand_ins), batch
+                yield self._share(counted, num_global, place, stand_ins), batch
+
+    def _share(self, counted: int, num_global: int, place: world.Place, stand_ins: bool) -> Share:
+        everywhere = stand_ins or num_global >= place.world_size
+        return Share(counted, num_global, place.world_size, everywhere, self._weigh)
 
     def _data_loader(self, place: world.Place) -> DataLoader[Any]:
         """The same from epoch to epoch, so that persistent workers persist."""
@@ -256,10 +266,6 @@ class _Requests:
 
     def __iter__(self) -> Iterator[Any]:
         return self.upcoming
-
-
-def _share(counted: int, num_global: int, place: world.Place, stand_ins: bool) -> Share:
-    return Share(counted, num_global, place.world_size, everywhere=stand_ins or num_global >= place.world_size)
 
 
 def _checked(global_batch: int) -> int:

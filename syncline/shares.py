@@ -19,10 +19,14 @@ class Share:
     world_size: int
     everywhere: bool = True
     """False if some ranks were not given this batch, because they have no sample of it."""
+    weighs: bool = True
+    """False if the user's loss is not a mean over samples: then every rank that has some counts alike."""
 
     @property
     def weight(self) -> float:
         """Factor that makes the average over ranks the mean over the global batch; see workload/sharding.py."""
+        if not self.weighs:
+            return 1.0 if self.num_samples else 0.0
         return self.num_samples * self.world_size / self.num_global
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import NEED_NO_OPTIMIZER, ON_THREADS, on_threads
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import syncline
@@ -195,7 +196,7 @@ LIGHT, HEAVY = Share(1, 4, 2), Share(3, 4, 2)
 
 def alone(model: nn.Module | None = None) -> tuple[nn.Module, nn.Module]:
     """Of a world of one, where nothing is averaged: what is left is the weight."""
-    model = model or net()
+    model = net() if model is None else model
     return model, syncline.DataParallel(model, "all-reduce")
 
 
@@ -299,6 +300,53 @@ def test_unfrozen_later() -> None:
     first.requires_grad_(True)
     forward(wrapper, HEAVY).backward()
     torch.testing.assert_close(grads(model), plain((1.5, 0)), **CLOSE)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_checkpointing_inside_the_wrapper_and_around_it(reentrant: bool, inside: bool) -> None:
+    class Recomputed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, values: Tensor) -> Any:
+            return checkpoint(self.inner, values.requires_grad_(), use_reentrant=reentrant)
+
+    model = net()
+    wrapper = Recomputed(alone(model)[1]) if not inside else alone(Recomputed(model))[1]
+    for share, weight in ((Share(2, 4, 2), 1.0), (HEAVY, 1.5), (LIGHT, 0.5)):
+        model.zero_grad()
+        turn = at(share)
+        inputs = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        wrapper(inputs).square().sum().backward()
+        turn.end()
+        torch.testing.assert_close(grads(model), plain((weight, 0)), **CLOSE)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled_before_wrapping_and_after(inside: bool) -> None:
+    model = net()
+    wrapper = alone(torch.compile(model, backend="eager"))[1] if inside else alone(model)[1]
+    called = wrapper if inside else torch.compile(wrapper, backend="eager")
+    for share, weight in ((Share(2, 4, 2), 1.0), (HEAVY, 1.5), (LIGHT, 0.5)):
+        model.zero_grad()
+        forward(called, share).backward()
+        torch.testing.assert_close(grads(model), plain((weight, 0)), **CLOSE)
+
+
+def test_a_loss_that_is_a_sum_is_left_alone(wrapping: Any) -> None:
+    def sums(model: nn.Module, **options: Any) -> dict[str, Tensor]:
+        loader = syncline.loader(dataset(), global_batch=6, shuffle=False, **options)
+        for inputs, targets in loader:
+            nn.functional.cross_entropy(model(inputs), targets, reduction="sum").backward()
+        return {name: gradient.clone() for name, gradient in grads(model).items()}
+
+    expected = sums(net())
+    for found in wrapping(4, lambda _: sums(syncline.DataParallel(net(), "all-reduce"), weigh=False)):
+        assert len(found) == len(expected)
+        for own, (name, total) in zip(found.values(), expected.items(), strict=True):
+            torch.testing.assert_close(4 * own, total, **CLOSE, msg=name)
 
 
 def test_a_stand_in_counts_nothing_even_if_it_is_nan() -> None:
