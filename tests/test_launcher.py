@@ -308,6 +308,17 @@ def test_forked_children_of_a_rank_can_be_terminated() -> None:
     assert run_ranks(programs.signals_in_a_forked_child, workers=1, log_dir=None) == [-signal.SIGTERM]
 
 
+def name_of_a_lock() -> str | None:
+    import multiprocessing
+
+    return multiprocessing.Lock()._semlock.name  # type: ignore[attr-defined,no-any-return]
+
+
+def test_locks_of_a_rank_s_own_children_have_no_names_that_a_killed_rank_would_leave() -> None:
+    """Such as those of a DataLoader: with a fork server they would be files of /dev/shm for as long as it lives."""
+    assert run_ranks(name_of_a_lock, workers=2, log_dir=None) == [None, None]
+
+
 def test_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
