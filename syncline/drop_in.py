@@ -1,6 +1,6 @@
 """DataParallel in DDP's place: attributes and private names of torch's class that scripts and libraries do use.
 
-Searches of public code decided: what people reach for works here, and the rest is refused by name.
+What public scripts reach for works here; the rest is refused by name.
 """
 
 from __future__ import annotations
