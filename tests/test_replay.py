@@ -227,6 +227,7 @@ def assert_travelled(means: dict[str, Tensor], log: EventLog) -> None:
     assert sent >= 4 * 4 * 27
 
 
+@pytest.mark.filterwarnings("ignore:method ahead waits")  # there is no layer to update when it is next used
 @pytest.mark.parametrize("method", ON_THREADS)
 def test_gradients_travel_through_every_method(method: str, stated: Path) -> None:
     times = times_of(stated)

@@ -331,5 +331,7 @@ def _translated() -> Iterator[None]:
     """MPI's errors as ours. They are RuntimeErrors."""
     try:
         yield
+    except CommunicationError:
+        raise  # ours already: a deadline that passed
     except RuntimeError as error:
         raise PeerLostError(f"MPI failed: {str(error).strip().splitlines()[0]}") from error

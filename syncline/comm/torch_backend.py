@@ -197,6 +197,8 @@ _START: dict[str, Callable[[Operation, dist.ProcessGroup], dist.Work | None]] = 
 def _translated(call: Callable[[], Result]) -> Result:
     try:
         return call()
+    except CommunicationError:
+        raise  # ours already: a tensor that cannot be sent
     except RuntimeError as error:
         raise translate(error) from error
 
