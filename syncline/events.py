@@ -313,9 +313,12 @@ def _rank_steps(rank: int, records: Sequence[Record]) -> dict[tuple[str, int], R
             spans[_key(record)] = (record["start"], record["end"])
         elif record["kind"] in ("phase", "collective", "pack"):
             inside[_key(record)].append(record)
+    for (method, number), (start, _) in spans.items():  # started only when the next step had begun
+        late = [record for record in inside[method, number] if record["kind"] == "collective"]
+        inside[method, number - 1] += [record for record in late if record["ready"] < start]
     steps = {}
     for key, (start, end) in spans.items():
-        own = [record for record in inside[key] if start <= record["start"] and _ends_in_time(record, end)]
+        own = [record for record in inside[key] if _lies_inside(record, start, end)]
         if any(record["kind"] == "phase" for record in own):  # else the rank had no part in it
             steps[key] = _rank_step(rank, start, end, sorted(own, key=lambda record: int(record["start"])))
     for (method, number), own_step in list(steps.items()):
@@ -326,9 +329,11 @@ def _rank_steps(rank: int, records: Sequence[Record]) -> dict[tuple[str, int], R
     return steps
 
 
-def _ends_in_time(record: Record, end: int) -> bool:
-    """A transfer may go on into the next step (method ahead)."""
-    return int(record["start"] if record["kind"] == "collective" else record["end"]) <= end
+def _lies_inside(record: Record, start: int, end: int) -> bool:
+    """A transfer lies where what it sends was ready: with method ahead it may go on into the next step."""
+    if record["kind"] == "collective":
+        return start <= int(record["ready"]) <= end
+    return start <= int(record["start"]) and int(record["end"]) <= end
 
 
 def _rank_step(rank: int, start: int, end: int, records: Sequence[Record]) -> RankStep:
