@@ -254,9 +254,8 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
         assert list(scratch.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "whole_group"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)]
-)
+@pytest.mark.parametrize("whole_group", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_everything_with_one_line(number: int, whole_group: bool, tmp_path: Path) -> None:
     with launcher_process("block_in_a_collective", 3, tmp_path) as (process, pids, scratch):
         send = os.killpg if whole_group else os.kill
