@@ -184,6 +184,8 @@ class DataParallel(Joining):
         self.sync.on_gradient = lambda: None if (wrapper := this()) is None else wrapper._at_end_of_backward()
         if not made_group:  # a group that was made here serves other wrappers too
             when_garbage(self, self.communicator.close)
+        # A script may drop the wrapper after its last step: the update that is on its way must still be applied.
+        when_garbage(self, self.sync.synchronize)
 
     @property
     def rank(self) -> int:

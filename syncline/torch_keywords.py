@@ -81,10 +81,10 @@ def one_device(
     kind = next(module.parameters()).device.type
     if kind == "cpu":
         return None, None
-    given = [torch.device(kind, one) if isinstance(one, int) else one for one in device_ids or ()]
+    given = [torch.device(kind, where) if isinstance(where, int) else where for where in device_ids or ()]
     own = next(module.parameters()).device
     outputs = torch.device(kind, output_device) if isinstance(output_device, int) else output_device
-    for name, device in [("device_ids", one) for one in given] + [("output_device", outputs)]:
+    for name, device in [("device_ids", device) for device in given] + [("output_device", outputs)]:
         if device is not None and device != own:
             raise PlanError(
                 f"{name} says {device}, but the module is on {own}.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import time
 import warnings
@@ -431,7 +432,9 @@ def user_loop(wrap: Callable[[nn.Module, torch.optim.Optimizer], nn.Module], ran
         if step == 14:
             made.load_state_dict(saved)
             wrapped.module.load_state_dict(kept)
-    return {name: value.detach().clone() for name, value in wrapped.module.named_parameters()}
+    del wrapped  # the last update must not go with it
+    gc.collect()
+    return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
 def in_a_script() -> dict[str, Any]:

@@ -121,6 +121,7 @@ class GradientSync(ABC):
         other = _expecting.get(self._model)
         if other is None or (rival := other()) is not self:
             if other is not None and rival is not None:
+                rival.synchronize()
                 rival._expects = False  # the last forward decides who averages
             _expecting[self._model] = weakref.ref(self)
         self._expects = True
@@ -161,11 +162,16 @@ class GradientSync(ABC):
 
     def finish_without_gradients(self) -> None:
         """Take part in the others' finish with zeros: this rank has no batch left. Collective."""
-        raise PlanError(f"method {type(self).__name__} cannot take part without a batch.")
+        raise PlanError(f"method {self._name} cannot take part without a batch.")
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Let one of torch's communication hooks average the buckets."""
-        raise PlanError(f"method {type(self).__name__} has no buckets for a communication hook.")
+        raise PlanError(f"method {self._name} has no buckets for a communication hook.")
+
+    @property
+    def _name(self) -> str:
+        """As users type it, where a log knows it."""
+        return self.log.method or type(self).__name__
 
     def detach(self) -> None:
         """Remove what attach put on the model."""

@@ -21,8 +21,8 @@ def following(log_dir: Path, workers: int) -> Iterator[None]:
 
     def follow() -> None:
         while not ended.wait(_LOOK_SECONDS):
-            for one in followed:
-                one.show_lines()
+            for stream in followed:
+                stream.show_lines()
 
     thread = threading.Thread(target=follow, name="syncline-following", daemon=True)
     thread.start()
@@ -31,8 +31,8 @@ def following(log_dir: Path, workers: int) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
-        for one in followed:
-            one.show_lines(last=True)
+        for stream in followed:
+            stream.show_lines(last=True)
 
 
 class _Followed:
