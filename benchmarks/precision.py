@@ -31,7 +31,7 @@ from syncline.workload.recipes import make_model, make_optimizer
 from syncline.workload.sharding import Sharding
 
 BATCHES = {"vgg11": (16, 64), "resnet18": (16, 64), "bert-small": (4, 16)}
-"""Samples per step: few, and enough to keep the units busy."""
+"""Samples per step: few, and enough to keep the units busy. A text has 128 tokens."""
 BUSY = 0.05
 """Share of the cores' time that other processes may take before a result is marked."""
 
@@ -59,9 +59,11 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     alone, meter = ThreadCommunicator(ThreadWorld(1), 0), LoadMeter()
-    rows = [
-        measured(model, batch, chosen.rounds, alone) for model in chosen.models.split(",") for batch in BATCHES[model]
-    ]
+    rows = []
+    for model in chosen.models.split(","):
+        for batch in BATCHES[model]:
+            rows.append(measured(model, batch, chosen.rounds, alone))
+            print(rows[-1].cells(), flush=True)
     others = meter.others(alone) or 0.0
     instructions = ", ".join(bf16_instructions()) or "none"
     lines = [
@@ -75,7 +77,8 @@ def main() -> None:
         f"Other processes took {others:.0%} of the cores' time."
         + (" **Measured under load: times mean little, ratios are rough.**" if others > BUSY else ""),
     ]
-    write_result("precision", lines, save=chosen.save)
+    part = "" if chosen.models == ",".join(BATCHES) else f"-{chosen.models.replace(',', '-')}"
+    write_result(f"precision{part}", lines, save=chosen.save)
 
 
 def measured(model: str, batch: int, rounds: int, alone: ThreadCommunicator) -> Row:

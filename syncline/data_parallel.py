@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from syncline import world
-from syncline.comm import Communicator, instrumented
+from syncline.comm import instrumented
 from syncline.comm.shared_memory import count_hosts
 from syncline.errors import PlanError
 from syncline.joining import Joining
@@ -42,13 +42,14 @@ from syncline.methods import (
     method_of,
 )
 from syncline.plan import parse_plan
-from syncline.resolve import choose_method
+from syncline.resolve import choose_method, why_no_chunks
 from syncline.spans import EventLog
 from syncline.sync import GradientSync, make_sync
 from syncline.sync.base import SameStart, in_backward, when_garbage
 from syncline.sync.batch_norm import Statistics, attach, refuse_shared_channel, synchronise_batch_norm
 from syncline.sync.flat import FlatSync
 from syncline.sync.hooks import CommHook
+from syncline.sync.late_updates import why_not
 from syncline.torch_keywords import (
     Device,
     batch_norm_of,
@@ -89,6 +90,7 @@ class DataParallel(Joining):
         chunk_mb: float | None = None,
         order: Order | None = None,
         barrier: bool | None = None,
+        ahead: bool | None = None,
         strict: bool | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         batch_norm: BatchNorm | None = None,
@@ -108,7 +110,8 @@ class DataParallel(Joining):
         **refused: Never,
     ) -> None:
         """`bucket_cap_mb` and those from `collective` to `strict` are options of a plan; refuses one that the method
-        does not have. Method ahead needs the `optimizer` that updates the module; other methods ignore it.
+        does not have. Method ahead needs the `optimizer` that updates the module, and `auto` takes it only with that
+        one given; other methods ignore it.
 
         `batch_norm` is local (statistics of the own batch), broadcast (rank 0's buffers before each forward) or
         sync (statistics over all ranks' batches). The default is broadcast, as with torch's class.
@@ -118,12 +121,11 @@ class DataParallel(Joining):
         super().__init__()
         method, device_ids = method_and_devices(method, device_ids)
         bucket_cap_mb = max(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
-        options = {
-            "bucket_cap_mb": bucket_cap_mb, "collective": collective, "transfer_dtype": transfer_dtype,
-            "groups": groups, "overlap": overlap, "chunk_mb": chunk_mb, "order": order, "barrier": barrier,
-            "strict": strict,
-            "unused": unused or ("zero" if find_unused_parameters or static_graph else None), **refuse(refused),
-        }  # fmt: skip
+        options = dict(
+            bucket_cap_mb=bucket_cap_mb, collective=collective, transfer_dtype=transfer_dtype, groups=groups,
+            overlap=overlap, chunk_mb=chunk_mb, order=order, barrier=barrier, ahead=ahead, strict=strict,
+            unused=unused or ("zero" if find_unused_parameters or static_graph else None), **refuse(refused),
+        )  # fmt: skip
         check_parameters(module)
         check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self.module, self.dim, self.static_graph = module, dim, static_graph
@@ -131,7 +133,7 @@ class DataParallel(Joining):
         self.device_ids, self.output_device = one_device(module, device_ids, output_device)
         self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
         self.parameters_to_ignore = names_to_ignore(module)
-        self.log = log or EventLog(keep=False)
+        self.log, self._counts_steps = log or _own_log(), log is None
         batch_norm = batch_norm or batch_norm_of(broadcast_buffers, forward_sync_buffers)
         start = same_start(init_sync, broadcast_buffers, forward_sync_buffers)
         self._settings = _Settings(method, options, batch_norm, start, deadline_s)
@@ -142,9 +144,12 @@ class DataParallel(Joining):
         self.device_mesh = device_mesh
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
-        if optimizer is None and method_of(method).overlaps_steps:
-            raise PlanError(f"method {method} needs the optimizer.", action="Give optimizer=… beside the method.")
-        self._attach()
+        if optimizer is None and method_of(method).goes_on(options):
+            with_option = f" with ahead={ahead}" if ahead is not None else ""
+            raise PlanError(
+                f"method {method}{with_option} needs the optimizer.", action="Give optimizer=… beside the method."
+            )
+        self._attach(optimizer)
         if optimizer is not None:
             self.sync.bind(optimizer)
 
@@ -157,20 +162,21 @@ class DataParallel(Joining):
         self._uneven = None
         self._weigher = Weigher()
 
-    def _attach(self) -> None:
+    def _attach(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Meet the other ranks. Collective."""
         wanted, made_group = self._settings, not dist.is_initialized()
         backend = world.meet(self._process_group, wanted.deadline_s, self.module)
-        self.communicator = instrumented(backend, self.log, deadline_s=wanted.deadline_s)
+        name_of = world.name_of_rank()
+        self.communicator = instrumented(backend, self.log, deadline_s=wanted.deadline_s, name_of=name_of)
         world.enter(self.communicator, self)
-        self.method, self.reason = _choose(wanted.method, self.module, self.communicator)
+        self.method, self.reason = self._choose(optimizer)
         # Refuses options that the method does not have; what auto accepts suits whatever it chose.
         chosen = parse_plan({"method": wanted.method, "options": wanted.options}).options_for(self.method)
         row = METHODS[self.method]
-        if row.world == "threads":
+        if row.one_process:
             raise PlanError(
                 f"method {row.name} has no processes to average over.",
-                action=f"Choose another method; for replicas on threads use `syncline train --method {row.name}`.",
+                action=f"Choose another; `syncline train --method {row.name}` has {row.world} of one process.",
             )
         self.log.method = self.method
         policy = wanted.batch_norm
@@ -186,6 +192,32 @@ class DataParallel(Joining):
             when_garbage(self, self.communicator.close)
         # A script may drop the wrapper after its last step: the update that is on its way must still be applied.
         when_garbage(self, self.sync.synchronize)
+
+    def _choose(self, optimizer: torch.optim.Optimizer | None) -> tuple[str, str]:
+        """The method, or the one that `auto` stands for here, and why. Collective."""
+        method = current_name(self._settings.method, typed=True)
+        if not method_of(method).is_choice:
+            return method, "asked for"
+        devices = {parameter.device.type for parameter in self.module.parameters()} - {"cpu"}
+        chosen, why = choose_method(
+            device=min(devices, default="cpu"),
+            workers=self.communicator.world_size,
+            num_hosts=count_hosts(self.communicator),
+            not_late=self._why_not_late(optimizer),
+        )
+        if self.communicator.rank == 0:
+            print(f"syncline: method {chosen}: {why}", file=sys.stderr)
+        return chosen, why
+
+    def _why_not_late(self, optimizer: torch.optim.Optimizer | None) -> str | None:
+        if optimizer is None:
+            return "no optimizer is given"
+        if self.world_size < dist.get_world_size():
+            return "the process group is not the whole world"
+        named = self.module.named_parameters()
+        trained = [(name, p) for name, p in named if p.requires_grad and name not in self.parameters_to_ignore]
+        options = self._settings.options
+        return why_no_chunks(options["bucket_cap_mb"], options["unused"]) or why_not(optimizer, self.module, trained)
 
     @property
     def rank(self) -> int:
@@ -301,6 +333,8 @@ class DataParallel(Joining):
             if self._uneven is not None:
                 self._uneven.after_average()
             self._after_average()
+            if self._counts_steps:
+                self.log.step += 1  # for errors
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy needs to meet the other ranks by itself, at its first forward. Copying talks to nobody."""
@@ -313,7 +347,7 @@ class DataParallel(Joining):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.log = EventLog(keep=False)
+        self.log, self._counts_steps = _own_log(), True
         self._process_group = None
         self._forget_ranks()
 
@@ -334,6 +368,12 @@ class _Settings:
     batch_norm: BatchNorm | None
     same_start: SameStart
     deadline_s: float
+
+
+def _own_log() -> EventLog:
+    log = EventLog(keep=False)
+    log.step = 0
+    return log
 
 
 def tensors_in(outputs: Any) -> Iterator[Tensor]:
@@ -360,7 +400,8 @@ def convert_sync_batch_norm(
     """`module` with batch norm over all ranks' batches, on CPU as on GPU: for use with torch's own
     DistributedDataParallel and other wrappers. In place, but for a module that is itself a batch norm. Collective."""
     backend = world.meet(process_group, deadline_s, module)
-    communicator = instrumented(backend, EventLog(keep=False), deadline_s=deadline_s)
+    log = EventLog(keep=False)
+    communicator = instrumented(backend, log, deadline_s=deadline_s, name_of=world.name_of_rank())
     if communicator.world_size == 1:
         return module
     channel = communicator.split("batch norm")
@@ -380,19 +421,3 @@ def _with_prefix(wrapper: DataParallel, state: dict[str, Any], prefix: str, *_re
     own = wrapper.module.state_dict().keys()
     for key in [key for key in state if key.startswith(prefix) and key.removeprefix(prefix) in own]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
-
-
-def _choose(method: str, module: nn.Module, communicator: Communicator) -> tuple[str, str]:
-    """The method that `auto` stands for here, and why."""
-    method = current_name(method, typed=True)
-    if not method_of(method).is_choice:
-        return method, "asked for"
-    devices = {parameter.device.type for parameter in module.parameters()} - {"cpu"}
-    chosen, why = choose_method(
-        device=min(devices, default="cpu"),
-        workers=communicator.world_size,
-        num_hosts=count_hosts(communicator),
-    )
-    if communicator.rank == 0:
-        print(f"syncline: method {chosen}: {why}", file=sys.stderr)
-    return chosen, why

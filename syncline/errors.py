@@ -7,6 +7,8 @@ SynclineError                what was wrong, where (rank, step) and what to do n
 │   └── RunFolderError       a run folder that cannot be written, read or resumed
 ├── HostError                a host of the run never joined, was lost, or cannot be reached
 ├── RankFailed               a rank failed; carries that rank's own traceback
+├── NotFiniteError           a rank's loss, gradient or weight is NaN or infinite
+├── DriftError               ranks that should hold the same weights do not
 ├── Interrupted              the user asked to stop; exit code 130
 └── CommunicationError       talking to other ranks failed
     ├── ContractError        ranks called different operations, shapes or dtypes
@@ -23,6 +25,8 @@ class SynclineError(RuntimeError):
     `action` is one sentence that tells the user what to do next."""
 
     exit_code = 1
+    is_about_code = True
+    """Where in the code it was raised helps to understand it."""
 
     def __init__(self, message: str, *, action: str = "", rank: int | None = None, step: int | None = None) -> None:
         super().__init__(message)
@@ -80,6 +84,14 @@ class RankFailed(SynclineError):
     def __init__(self, message: str, *, action: str = "", rank: int | None = None, traceback_text: str = "") -> None:
         super().__init__(message, action=action, rank=rank)
         self.traceback_text = traceback_text
+
+
+class NotFiniteError(SynclineError):
+    is_about_code = False
+
+
+class DriftError(SynclineError):
+    is_about_code = False
 
 
 class Interrupted(SynclineError):

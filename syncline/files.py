@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import json
+import math
 import os
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+
+def to_json(document: Any, *, indent: int | None = None) -> str:
+    """JSON as others read it too, which knows no NaN and no infinity: null stands for them."""
+    return json.dumps(_finite(document), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 @contextmanager
@@ -31,6 +48,28 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 def write_atomic(path: Path, content: str | bytes | memoryview, *, durable: bool = True) -> None:
     with replacing(path, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def read_regular(path: Path) -> bytes:
+    """A file's content. A pipe or a device, which may never end, is refused like a file that is not there."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return file.read()
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the file's lock."""
+    try:
+        # A pipe in its place must keep nobody waiting.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 @contextmanager

@@ -12,15 +12,18 @@ Torch is imported late: a wrong plan is refused in milliseconds.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline.errors import Interrupted, PlanError, RunFolderError
-from syncline.launcher.places import Place, place_for
+from syncline.launcher.places import Nodes, Place, place_for
 from syncline.machine import oversubscription
 from syncline.methods import BASELINE, BLOCK, METHODS, PLANNED_AFTER
 from syncline.plan import Plan, load_plan
+from syncline.readiness import make_ready
+from syncline.remote import new_folder, shown
 from syncline.results import Certificates, Comparison, Probe
 from syncline.running import Job, started
 from syncline.store import Run, RunFolder, load_run, resumable_run, run_with_steps
@@ -68,19 +71,28 @@ def train(
         "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm, "precision": precision,
         "compute": compute, "hosts": hosts, "link": link, "max_restarts": max_restarts,
     }  # fmt: skip
-    given = make_plan(plan, flags, settings)
-    place, voice = place or place_for(given), Voice(show)
-    return Run(_train(resolved(given, place, voice), place, voice, run_dir=_path(run_dir)).path)
+    given, voice, folder = make_plan(plan, flags, settings), Voice(show), _new_folder(run_dir, place)
+    with at(place, given, voice) as (place, given):
+        return Run(_train(resolved(given, place, voice), place, voice, run_dir=folder).path)
 
 
 def resume(run: Run | Path | str | None = None, *, place: Place | None = None, show: Show = "nothing") -> Run:
-    """Continue a training run from its last checkpoint: the one given, or the newest below runs/."""
-    old = resumable_run(run.path if isinstance(run, Run) else _path(run))
-    given = old.plan()
-    if given.replayed:
-        raise RunFolderError(f"{old.path} is a replayed run: it keeps no checkpoints.", action="Start a new run.")
-    place, voice = place or place_for(given), Voice(show)
-    return Run(_train(resolved(given, place, voice, quiet=True), place, voice, old=old).path)
+    """Continue a training run from its last checkpoint: the one given, or the newest below runs/.
+
+    A node other than node 0 needs no run: it is told which one, and its plan.
+    """
+    voice = Voice(show)
+    if isinstance(place, Nodes) and not place.owns_run:
+        old, given = None, place.plan_of_node_0()
+    else:
+        old = resumable_run(run.path if isinstance(run, Run) else run)
+        given = old.plan()
+        if given.replayed:
+            raise RunFolderError(
+                f"{shown(old.path)} is a replayed run: it keeps no checkpoints.", action="Start a new run."
+            )
+    with at(place, given, voice) as (place, given):
+        return Run(_train(resolved(given, place, voice, quiet=True), place, voice, old=old).path)
 
 
 def compare(
@@ -90,22 +102,26 @@ def compare(
     steps: int = 10, warmup: int = 2, optimizer: str | None = None, clip_norm: float | None = None,
     precision: str | None = None, seed: int | None = None, compute: str | None = None,
     hosts: int | None = None, link: str | None = None, settings: Mapping[str, Any] | None = None,
-    run_dir: Path | str | None = None, place: Place | None = None, show: Show = "nothing",
+    run_dir: Path | str | None = None, place: Place | None = None, when_busy: str = "go", show: Show = "nothing",
 ) -> Comparison:  # fmt: skip
-    """Time methods side by side: they take turns step by step on the same batches, in one world of ranks."""
-    names, voice = method_names(methods), Voice(show)
+    """Time methods side by side: they take turns step by step on the same batches, in one world of ranks.
+
+    `when_busy`: what to do if other programs keep the machine busy, "go", "wait" or "refuse".
+    """
+    names, voice, folder = method_names(methods), Voice(show), _new_folder(run_dir, place)
     flags = {
         "model": model, "data": data, "data_dir": data_dir, "workers": workers, "threads": threads,
         "global_batch": global_batch, "steps": steps, "measure.warmup": warmup, "seed": seed, "compute": compute,
         "hosts": hosts, "link": link, "method": leading(names),
         "optimizer.name": optimizer, "optimizer.clip_norm": clip_norm, "precision": precision,
     }  # fmt: skip
-    given = make_plan(plan, flags, settings)
-    names = _without_single(names, voice) if given.replayed else names
-    names = _on_several_hosts(names, is_default=tuple(methods) == COMPARED) if given.hosts > 1 else names
-    place = place or place_for(given)
-    chosen = resolved(given, place, voice)
-    return Comparison(Run(_compare(chosen, names, place, voice, run_dir=_path(run_dir)).path))
+    with at(place, make_plan(plan, flags, settings), voice) as (place, given):
+        names = method_names(methods, given)
+        names = _without_single(names, voice) if given.replayed else names
+        names = _on_several_hosts(names, is_default=tuple(methods) == COMPARED) if given.hosts > 1 else names
+        make_ready(when_busy, voice)
+        chosen = resolved(given, place, voice)
+        return Comparison(Run(_compare(chosen, names, place, voice, run_dir=folder).path))
 
 
 def verify(
@@ -121,25 +137,29 @@ def verify(
     names = method_names(methods)
     if transfer_dtype:
         names = [name for name in names if "transfer_dtype" in METHODS[name].options]
-    if not names or any(METHODS[name].alone for name in names):
-        silent = " and ".join(name for name, row in METHODS.items() if row.alone)
+    if not names or any(METHODS[name].sends_nothing for name in names):
+        silent = " and ".join(name for name, row in METHODS.items() if row.sends_nothing)
         raise PlanError(f"nothing to certify: {silent} send nothing, and not all methods support 16-bit transfers.")
     sizes = [workers] if isinstance(workers, int) else list(workers)
     flags = {
         "threads": threads, "seed": seed, "batch_norm": batch_norm, "precision": precision,
         "options.transfer_dtype": transfer_dtype,
-        "hosts": hosts, "link": link, "data": "synthetic", "method": names[0],
+        "hosts": hosts, "link": link, "data": "synthetic", "method": leading(names),
     }  # fmt: skip
     plans = [make_plan(None, {**flags, "workers": size, "model": model}) for size in sizes for model in models]
     voice, rows = Voice(show), []
-    for plan in plans[:: len(models)]:
-        at = place or place_for(plan)
-        on_hosts = _on_several_hosts(names, is_default=tuple(methods) == SENDING) if plan.hosts > 1 else names
-        chosen = resolved(plan, at, voice, quiet=True)
-        with at.joined(chosen, voice) as ranks:
-            from syncline import worker
+    with place.opened() if place is not None else nullcontext():
+        for plan in plans[:: len(models)]:
+            with at(place, plan, voice) as (where, given):
+                names = method_names(methods, given)
+                names = [name for name in names if not transfer_dtype or "transfer_dtype" in METHODS[name].options]
+                if given.hosts > 1:
+                    names = _on_several_hosts(names, is_default=tuple(methods) == SENDING)
+                chosen = resolved(given, where, voice, quiet=True)
+                with where.joined(chosen, voice) as ranks:
+                    from syncline import worker
 
-            rows += ranks.run(worker.certify, (chosen, on_hosts, list(models), voice), chosen, None)
+                    rows += ranks.run(worker.certify, (chosen, names, list(models), voice), chosen, None)
     return Certificates(rows)
 
 
@@ -153,17 +173,19 @@ def probe(
     if repeats < 1:
         raise PlanError(f"--repeats {repeats} measures nothing.", action="Use at least 1.")
     flags = {"workers": workers, "threads": threads, "hosts": hosts, "link": link}
-    plan = make_plan(None, {**flags, "data": "synthetic", "method": "all-reduce"})
-    if plan.hosts > 1:
-        names = _between_hosts(names, is_default=tuple(backends) == PROBED)
+    plan, voice = make_plan(None, {**flags, "data": "synthetic", "method": "all-reduce"}), Voice(show)
     if plan.workers < 2:
         raise PlanError("a probe needs another rank to talk to.", action="Use at least 2 workers.")
-    if "mpi" in names:
-        from syncline.launcher.mpi import mpiexec_command
+    folder = _new_folder(run_dir, place)
+    with at(place, plan, voice) as (place, plan):
+        if plan.hosts > 1:
+            names = _between_hosts(names, is_default=tuple(backends) == PROBED)
+        if "mpi" in names:
+            place.settled(plan.replace(method="mpi"))  # refused where mpiexec cannot start ranks
+            from syncline.launcher.mpi import mpiexec_command
 
-        mpiexec_command(plan.workers)  # better to learn now that there is none than after the others were measured
-    place, voice = place or place_for(plan), Voice(show)
-    run = _probe(plan, names, num_bytes, repeats, place, voice, run_dir=_path(run_dir))
+            mpiexec_command(plan.workers)  # better to learn now that there is none than after the others' turn
+        run = _probe(plan, names, num_bytes, repeats, place, voice, run_dir=folder)
     return Probe(Run(run.path))
 
 
@@ -179,10 +201,15 @@ def explain(
     return explain_run(_opened(run), method=method, probe=_probe_run(probe) if probe is not None else None)
 
 
-def run_cell(cell: Cell, path: Path) -> None:
+def run_cell(cell: Cell, path: Path, voice: Voice | None = None, place: Place | None = None) -> None:
     """Run one cell of a study into its run folder. Raises UsageError if it cannot run here."""
-    voice, place = Voice(), place_for(cell.plan)
-    plan = resolved(cell.plan, place, voice)
+    voice = voice or Voice()
+    with at(place, cell.plan, voice) as (where, given):
+        _run_cell(cell, resolved(given, where, voice), where, path, voice)
+
+
+def _run_cell(cell: Cell, plan: Plan, place: Place, path: Path, voice: Voice) -> None:
+    check_needed(cell.methods)
     if cell.run == "train":
         run = _train(plan, place, voice, run_dir=path)
         shutil.rmtree(run.checkpoints, ignore_errors=True)  # a study never continues a cell
@@ -202,6 +229,25 @@ def run_cell(cell: Cell, path: Path) -> None:
             job.finish({"rows": rows})
 
 
+@contextmanager
+def at(place: Place | None, plan: Plan, voice: Voice) -> Iterator[tuple[Place, Plan]]:
+    """The place of a run, reached, and the plan as settled there; without one, where such a plan usually runs."""
+    place = place or place_for(plan)
+    voice.doing("reaching the place of the run")
+    check_needed([plan.method])
+    with place.opened():
+        yield place, place.settled(plan)
+
+
+def check_needed(methods: Sequence[str]) -> None:
+    """Refuse methods whose package is not installed, before any rank starts."""
+    for name in methods:
+        if METHODS[name].world == "tasks":
+            from syncline.sync.spark_jobs import check_installed
+
+            check_installed(name)
+
+
 def make_plan(plan: PlanSource, overrides: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> Plan:
     """A plan, or a file's plan, changed by the keys given; None means 'not given'."""
     given = {**overrides, **(settings or {})}
@@ -215,6 +261,7 @@ def resolved(plan: Plan, place: Place, voice: Voice, *, quiet: bool = False) -> 
     from syncline.resolve import resolve
 
     place.prepare(plan)  # it loads torch while the data is checked
+    voice.doing("checking the data")
     ranks_here = place.ranks_here(plan)
     progress = voice.fetched if voice.has_bar else None
     plan, sentence = resolve(plan, ranks_per_host=ranks_here, num_hosts=plan.hosts, progress=progress)
@@ -227,7 +274,10 @@ def resolved(plan: Plan, place: Place, voice: Voice, *, quiet: bool = False) -> 
 
 
 def where_to_continue(run: RunFolder) -> str:
-    step = run.checkpoint_step()
+    try:
+        step = run.checkpoint_step()
+    except OSError:
+        return "after the last checkpoint"  # node 0, which has it, is gone already
     return "from the start (no checkpoint yet)" if step is None else f"after step {step}"
 
 
@@ -242,18 +292,20 @@ def _train(
             threads = "1 thread" if plan.threads == 1 else f"{plan.threads} threads"
             note = f", compute {plan.compute_note}" if plan.replayed else ""
             note += "" if plan.precision == "float32" else f", {plan.precision}"
-            voice.say(f"{plan.model}, {plan.method}, {plan.workers} x {threads}{note}; run folder {job.run.path}")
-            if old is not None:
+            voice.say(
+                f"{plan.model}, {plan.method}, {plan.workers} x {threads}{note}; run folder {shown(job.run.path)}"
+            )
+            if job.resumes:
                 voice.say(f"continuing {where_to_continue(job.run)}")
             from syncline import worker
 
-            job.finish(job.on_ranks(worker.train, plan, job.run, old is not None, voice))
+            job.finish(job.on_ranks(worker.train, plan, job.run, job.resumes, voice))
             return job.run
     except (Interrupted, KeyboardInterrupt) as error:
         message = error.message if isinstance(error, Interrupted) else "Stopped by Ctrl-C."
         if job is None:
             raise Interrupted(message) from None
-        resume = f"syncline train --resume {job.run.path}{job.ranks.how_to_resume}"
+        resume = f"syncline train --resume {shown(job.run.path)}{job.ranks.how_to_resume}"
         raise Interrupted(message, action=f"Continue {where_to_continue(job.run)} with: {resume}") from None
 
 
@@ -273,11 +325,12 @@ def in_blocks(plan: Plan, names: Sequence[str]) -> Plan:
     """A method whose transfers go on into the next step takes turns of several steps: a turn of one would be a
     barrier. Steps and warm-up are made whole turns, at least as many as such a method needs to plan its transfers."""
     block = plan.measure.block
-    if block == 1 and any(METHODS[name].overlaps_steps for name in names):
+    goes_on = any(METHODS[name].goes_on(plan.options_for(name)) for name in names)
+    if block == 1 and goes_on:
         block = BLOCK
     if block == 1:
         return plan
-    least = PLANNED_AFTER if any(METHODS[name].overlaps_steps for name in names) else 0
+    least = PLANNED_AFTER if goes_on else 0
     warmup = -(-max(plan.measure.warmup, least) // block) * block
     steps = max(-(-(plan.steps or 1) // block), 3) * block
     return plan.replace(steps=steps, measure=plan.measure.model_copy(update={"warmup": warmup, "block": block}))
@@ -312,9 +365,9 @@ def leading(names: Sequence[str]) -> str:
     return next((name for name in names if not METHODS[name].alone), names[-1])
 
 
-def method_names(words: Sequence[str]) -> list[str]:
-    """The methods, each once, with `auto` resolved; refuses unknown ones with the plan's error."""
-    from syncline.resolve import choose_method
+def method_names(words: Sequence[str], plan: Plan | None = None) -> list[str]:
+    """The methods, each once; refuses unknown ones with the plan's error. With a plan, `auto` is what suits it."""
+    from syncline.resolve import choose_for_plan
 
     if not words:
         raise PlanError("no method given.", action=f"Choose from {', '.join(METHODS)}.")
@@ -325,8 +378,12 @@ def method_names(words: Sequence[str]) -> list[str]:
                 f"method {row.name} has its own processes and cannot take turns with other methods.",
                 action=f"Time it with `syncline train --method {row.name}`.",
             )
-    on_one_host, _ = choose_method(device="cpu", workers=2, num_hosts=1)
-    return list(dict.fromkeys(on_one_host if row.is_choice else row.name for row in rows))
+    names = [row.name for row in rows]
+    check_needed(names)
+    if plan is not None:
+        chosen, _ = choose_for_plan(plan, plan.hosts)
+        names = [chosen if row.is_choice else row.name for row in rows]
+    return list(dict.fromkeys(names))
 
 
 def _without_single(names: list[str], voice: Voice) -> list[str]:
@@ -343,8 +400,8 @@ def _without_single(names: list[str], voice: Voice) -> list[str]:
 
 
 def _on_several_hosts(names: list[str], *, is_default: bool) -> list[str]:
-    """What can run there: shared memory stays within one host. Refused if the user named it."""
-    local = [name for name in names if METHODS[name].in_memory]
+    """What can run there: shared memory, and our own Spark, stay within one host. Refused if the user named it."""
+    local = [name for name in names if METHODS[name].in_memory or METHODS[name].world == "tasks"]
     if local and not is_default:
         raise PlanError(f"method {local[0]} needs all ranks on one host.", action="Leave it out with several hosts.")
     return [name for name in names if name not in local]
@@ -382,7 +439,7 @@ def _message_sizes(sizes: Sequence[int | str]) -> list[int]:
 
 
 def _opened(run: Run | Path | str | None) -> Run:
-    return run if isinstance(run, Run) else run_with_steps(_path(run))
+    return run if isinstance(run, Run) else run_with_steps(run)
 
 
 def _probe_run(run: Run | Path | str) -> Run:
@@ -390,6 +447,11 @@ def _probe_run(run: Run | Path | str) -> Run:
     if opened.kind != "probe":
         raise RunFolderError(f"{opened.path} is not a probe run.", action="Make one with `syncline probe`.")
     return opened
+
+
+def _new_folder(run_dir: Path | str | None, place: Place | None) -> Path | None:
+    """Only who owns the run makes it."""
+    return new_folder(run_dir) if place is None or place.owns_run else None
 
 
 def _path(path: Path | str | None) -> Path | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import signal
 import sys
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.errors import UsageError
@@ -16,6 +19,10 @@ from syncline.units import format_bytes
 _M_TRIM_THRESHOLD = -1  # as in malloc.h
 _M_MMAP_THRESHOLD = -3
 _PR_SET_PDEATHSIG = 1  # as in sys/prctl.h
+TICKS = os.sysconf("SC_CLK_TCK")
+_BUSY = (0, 1, 2, 5, 6, 7)
+"""Of the columns in /proc/stat: user, nice, system, interrupts, and what a hypervisor gave to other virtual
+machines; not idle or waiting for disks."""
 STRONG_MEMORY_ORDER = ("x86_64", "AMD64")
 """Processors on which other cores see writes in the order in which they were made."""
 BF16_RATES = {"amx_bf16": 16, "avx512_bf16": 2}
@@ -125,11 +132,46 @@ def boot_id() -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
+@functools.cache
 def cores() -> int:
-    """Cores that this process may use."""
+    """Cores that this process may use. Asked once: an emulated host keeps to a few of the machine's later on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def busy_seconds() -> float | None:
+    """Core time that the whole machine has used or lost since it was started; None where the system does not tell."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    except OSError:
+        return None
+    return sum(int(fields[column]) for column in _BUSY) / TICKS
+
+
+@dataclass(frozen=True)
+class MachineLoad:
+    share: float
+    """Of all cores' time, over a moment."""
+    waiting: float
+    """Programs that want a core: now, or on average over the last minute, whichever is more."""
+
+    def __str__(self) -> str:
+        return f"load {self.waiting:.0f} on {os.cpu_count()} cores, {min(self.share, 1.0):.0%} in use"
+
+
+def sample_load(seconds: float = 0.5) -> MachineLoad | None:
+    """How busy the machine is while this process rests; None where the system does not tell."""
+    before, start = busy_seconds(), time.monotonic()
+    time.sleep(seconds)
+    after, wall = busy_seconds(), time.monotonic() - start
+    if before is None or after is None:
+        return None
+    running = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1  # without this process
+    share = (after - before) / (wall * (os.cpu_count() or 1))
+    return MachineLoad(share, max(float(running), os.getloadavg()[0]))
 
 
 def default_threads(workers: int) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from syncline.units import printable
+
 Collective = Literal["native", "root", "tree", "ring", "halving-doubling", "direct"]
 TransferDtype = Literal["bf16", "fp16"]
 Unused = Literal["error", "zero"]
@@ -27,13 +29,15 @@ class Method:
     about: str
     """One line for `syncline methods` and the documentation."""
     made_by: str = ""
-    """module:class of its GradientSync, imported when one is made; empty where the name stands for other methods."""
+    """module:class of its GradientSync, or a function that makes one, imported when one is made; empty where the
+    name stands for other methods."""
     presets: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the class that the name stands for; a user's option comes on top."""
     options: tuple[str, ...] = ()
     """The options of a plan that it has."""
-    world: Literal["worker", "threads", "ranks", "mpiexec"] = "ranks"
-    """Who computes: one worker, threads of one process, processes of any launcher, or processes of mpiexec."""
+    world: Literal["worker", "threads", "tasks", "ranks", "mpiexec"] = "ranks"
+    """Who computes: one worker, threads of one process, tasks that one process hands to Spark, processes of any
+    launcher, or processes of mpiexec."""
     one_host: bool = False
     """All ranks must be on one host."""
     cpu_only: bool = False
@@ -50,7 +54,17 @@ class Method:
     @property
     def alone(self) -> bool:
         """One rank takes the whole batch; in a comparison the others wait for it."""
+        return self.world in ("worker", "threads", "tasks")
+
+    @property
+    def sends_nothing(self) -> bool:
+        """Gradients never leave the process."""
         return self.world in ("worker", "threads")
+
+    @property
+    def one_process(self) -> bool:
+        """All workers of a plan belong to one rank."""
+        return self.world in ("threads", "tasks")
 
     @property
     def is_choice(self) -> bool:
@@ -61,6 +75,10 @@ class Method:
     def takes_turns(self) -> bool:
         """It can run step by step in turn with others, in one world of ranks."""
         return not self.is_choice and self.world != "mpiexec"
+
+    def goes_on(self, options: Mapping[str, Any]) -> bool:
+        """With these options, an update may still be on its way while the next step computes."""
+        return self.overlaps_steps or ("ahead" in self.options and bool(options.get("ahead")))
 
     def overlaps(self, options: Mapping[str, Any]) -> bool:
         """With these options, buckets are sent while backward still runs."""
@@ -151,9 +169,9 @@ _ROWS = (
     ),
     Method(
         name="hierarchical",
-        about="shared memory within each host, bucketed between the hosts' leaders",
-        made_by="syncline.sync.hierarchical:Hierarchical",
-        options=(*_BUCKETED, "collective"),
+        about="shared memory within each host, bucketed between the hosts' leaders, or ahead with that option",
+        made_by="syncline.sync.hierarchical:make",
+        options=(*_BUCKETED, "collective", "ahead"),
         cpu_only=True,
     ),
     Method(
@@ -162,6 +180,15 @@ _ROWS = (
         made_by="syncline.sync.replicas:Replicated",
         world="threads",
         one_host=True,
+    ),
+    Method(
+        name="tree-aggregate",
+        about="each step a Spark job: weights by broadcast, gradients summed by treeAggregate through the driver",
+        made_by="syncline.sync.tree_aggregate:TreeAggregate",
+        world="tasks",
+        one_host=True,
+        cpu_only=True,
+        broadcasts_buffers=True,
     ),
     Method(
         name="mpi",
@@ -175,7 +202,7 @@ _ROWS = (
     ),
     Method(
         name="auto",
-        about="shared-memory if all ranks are on one host, otherwise bucketed",
+        about="shared-memory if all ranks are on one host, otherwise ahead, or bucketed where ahead cannot run",
         options=("bucket_cap_mb", "unused"),
     ),
 )
@@ -187,11 +214,13 @@ CONTROL = "ddp"
 """What people use today: every method is timed against it."""
 ON_LINKS = "bucketed"
 """What `auto` chooses where gradients must travel."""
+BETWEEN_HOSTS = "ahead"
+"""What `auto` chooses where links may be slow: with little to gain it sends as ON_LINKS does."""
 IN_MEMORY = "shared-memory"
 """What `auto` chooses where they need not."""
 BLOCK = 8
 """Steps of a turn in a comparison with a method whose transfers go on into the next step."""
-PLANNED_AFTER = 10
+PLANNED_AFTER = 15
 """Steps after which such a method has planned its transfers."""
 
 OLD_NAMES = {"data-parallel": "thread-replicas"}
@@ -208,7 +237,7 @@ def current_name(name: str, *, typed: bool = False) -> str:
 
 def current_label(label: str) -> str:
     """The same for what a log or a table calls a method: 'single, all cores' stays as it is."""
-    name, comma, rest = label.partition(",")
+    name, comma, rest = printable(label).partition(",")  # whoever wrote the log
     return current_name(name) + comma + rest
 
 

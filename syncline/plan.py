@@ -10,7 +10,8 @@ from typing import Any, Literal, Self
 import tomli_w
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
-from syncline.errors import PlanError
+from syncline.errors import PlanError, RunFolderError
+from syncline.files import read_regular
 from syncline.forms import Section, checked, unknown_value
 from syncline.methods import (
     CONTROL,
@@ -25,32 +26,38 @@ from syncline.methods import (
     method_of,
 )
 from syncline.optimizers import Optimizer, reads_texts, with_recipe
-from syncline.words import DATA, IN_FILES, MODELS, RECIPES
+from syncline.units import printable
+from syncline.words import BATCH_OF_TEXTS, DATA, IN_FILES, MODELS, RECIPES
 
 Precision = Literal["float32", "bf16"]
+MOST_RANKS = 2**20
+MOST_THREADS = 2**14
+OnNan = Literal["stop", "warn", "ignore"]
 
 
 class Options(Section):
     """Options of the method; a method refuses options that it does not have."""
 
-    bucket_cap_mb: float | None = Field(None, gt=0)
+    bucket_cap_mb: float | None = Field(None, gt=0, le=1e9)
     """Maximum size of a gradient bucket in MB; default 25."""
     collective: Collective | None = None
     """How a bucket travels; default native, or direct with a transfer_dtype."""
     transfer_dtype: TransferDtype | None = None
     """Send 16-bit values and sum them in 32 bits. Lossy."""
-    groups: int | None = Field(None, ge=1)
+    groups: int | None = Field(None, ge=1, le=1024)
     """Number of process groups that buckets use in turn; default 1."""
     overlap: bool | None = None
     """Send while backward runs; default true."""
     unused: Unused | None = None
     """How to treat a parameter that only some ranks use: error (the default), or zero where it is unused."""
-    chunk_mb: float | None = Field(None, gt=0)
+    chunk_mb: float | None = Field(None, gt=0, le=1e9)
     """Size of the pieces that gradients travel in, in MB; default by what the link's start-up time allows."""
     order: Order | None = None
     """Send first what the next forward uses first (next-use, the default), or what is ready first."""
     barrier: bool | None = None
     """Wait for all gradients at the end of backward; default if waiting costs less than 3 % by prediction."""
+    ahead: bool | None = None
+    """Between hosts, send first what the next forward uses first, and on into it; default false."""
     strict: bool | None = None
     """Show NaN to whatever reads a weight before its update; default in the first steps."""
 
@@ -73,11 +80,11 @@ class Inject(Section):
     """The rank to slow down; default none."""
     phase: Literal["data", "forward", "backward", "update"] = "backward"
     """Phase of the delay."""
-    delay_ms: float = Field(0.0, ge=0)
+    delay_ms: float = Field(0.0, ge=0, le=1e9)
     """How long the rank sleeps in that phase, in milliseconds."""
     every: int = Field(1, ge=1)
     """Delay every so many steps."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=MOST_THREADS)
     """Compute threads of the slow rank; default as many as the others."""
 
 
@@ -102,7 +109,7 @@ class Plan(Section):
     """Folder of the data, or a text file; by default, Syncline searches for CIFAR-10."""
     image_size: int | None = Field(None, ge=8, le=4096)
     """Side in pixels of synthetic images, and of images from files after scaling; default: the model's."""
-    num_classes: int | None = Field(None, ge=2)
+    num_classes: int | None = Field(None, ge=2, le=10**8)
     """Classes of synthetic images, or tokens of a synthetic vocabulary; default: the model's usual number."""
     sequence_length: int | None = Field(None, ge=2, le=512)
     """Tokens per text; default: the model's usual number."""
@@ -111,16 +118,16 @@ class Plan(Section):
     method: str = CONTROL
     """How gradients are synchronised."""
     options: Options = Options()
-    workers: int = Field(2, ge=1)
+    workers: int = Field(2, ge=1, le=MOST_RANKS)
     """Number of ranks; each computes its share of every batch. Default 2, or 1 with method single."""
-    hosts: int = Field(1, ge=1)
+    hosts: int = Field(1, ge=1, le=MOST_RANKS)
     """Number of hosts; workers spread over them evenly, in rank order. Emulated unless started with --nodes."""
     link: str | None = None
     """Rate of each emulated host's link, such as 1gbit; one for all hosts, or a comma-separated list."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=MOST_THREADS)
     """Compute threads per worker; default cores / workers."""
-    global_batch: int = Field(256, ge=1)
-    """Samples per step over all workers."""
+    global_batch: int = Field(256, ge=1, le=2**31)
+    """Samples per step over all workers; default 256, or 8 for texts."""
     accumulate: int = Field(1, ge=1)
     """Split each worker's share of a batch into so many parts; their gradients are added before they travel."""
     batch_norm: BatchNorm | None = None
@@ -149,11 +156,17 @@ class Plan(Section):
     """Measure loss and accuracy on the test set after each epoch."""
     eval_per_rank: bool = False
     """Also evaluate with each rank's own batch-norm statistics."""
+    test_samples: int | None = Field(None, ge=1)
+    """Evaluate only the first so many samples of the test set; default all."""
     compute: str = "real"
     """Compute for real, or sleep for recorded (replay:RUN) or stated (sleep:FILE) times."""
+    on_nan: OnNan = "stop"
+    """What to do if a rank's loss, gradient or weight is NaN or infinite: stop, warn once and go on, or nothing."""
+    check_every: int | None = Field(None, ge=1)
+    """Steps between comparisons of all ranks' weights; default: at each checkpoint."""
     log_every: int = Field(20, ge=1)
     """Steps between loss lines."""
-    deadline_s: float = Field(120.0, gt=0)
+    deadline_s: float = Field(120.0, gt=0, le=1e7)
     """Longest wait for other ranks in one operation."""
     max_restarts: int = Field(0, ge=0)
     """How many times a training run restarts from its last checkpoint after ranks failed."""
@@ -204,8 +217,10 @@ class Plan(Section):
             filled.setdefault("workers", filled["hosts"])
         if "steps" not in filled:
             filled.setdefault("epochs", 1)
+        if reads_texts(filled.get("model"), filled.get("data")) and filled.get("compute", "real") == "real":
+            filled.setdefault("global_batch", BATCH_OF_TEXTS)
         optimizer, recipe = filled.get("optimizer", {}), filled.get("recipe", "default")
-        if isinstance(optimizer, Mapping) and recipe in RECIPES:
+        if isinstance(optimizer, Mapping) and isinstance(recipe, str) and recipe in RECIPES:
             about = {key: filled.get(key) for key in ("model", "data", "epochs")}
             filled["optimizer"] = with_recipe(optimizer, recipe, **about)
         filled.setdefault("backend", "nccl" if filled.get("device") == "cuda" else "gloo")
@@ -220,6 +235,8 @@ class Plan(Section):
             raise ValueError(
                 "options.transfer_dtype does not work with collective native: leave collective out, or use direct."
             )
+        if self.options.ahead and self.options.overlap is False:
+            raise ValueError("options.ahead sends while backward runs: leave out overlap = false.")
         if self.image_size is not None and self.data == "cifar10":
             raise ValueError("image_size does not apply to data cifar10: its images are 32x32.")
         if self.workers % self.hosts:
@@ -269,15 +286,31 @@ class Plan(Section):
             raise ValueError(
                 f"method {row.name} cannot restart its ranks: leave max_restarts out, or choose another method."
             )
+        if row.world == "tasks":
+            self._tasks_can_do_it(row)
         if row.cpu_only and self.device != "cpu":
             raise ValueError(
                 f"method {row.name} averages in the memory of the CPU: choose device cpu, or another method."
             )
 
+    def _tasks_can_do_it(self, row: Method) -> None:
+        refused = {
+            f"compute {self.compute!r}": self.replayed,
+            f"loaders {self.loaders}": bool(self.loaders),
+            "inject": self.inject.rank is not None,
+            f"batch_norm {self.batch_norm}": self.batch_norm not in (None, "broadcast"),
+        }
+        for what in (name for name, given in refused.items() if given):
+            raise ValueError(
+                f"method {row.name} computes in tasks of Spark, which cannot do {what}: leave it out, or choose "
+                "another method."
+            )
+
     def _nothing_is_learnt_in_replay(self) -> None:
         if not self.replayed:
             return
-        for key, given in (("checkpoint.every", self.checkpoint.every), ("eval_per_rank", self.eval_per_rank)):
+        learns = {"checkpoint.every": self.checkpoint.every, "check_every": self.check_every}
+        for key, given in {**learns, "eval_per_rank": self.eval_per_rank}.items():
             if given:
                 raise ValueError(
                     f"{key} makes no sense with compute {self.compute!r}, which learns nothing: leave it out."
@@ -314,8 +347,8 @@ class Plan(Section):
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the run: one for each worker, or one in all where workers are threads."""
-        return 1 if self.method_row.world == "threads" else self.workers
+        """Processes of the run: one for each worker, or one in all where workers are threads or tasks."""
+        return 1 if self.method_row.one_process else self.workers
 
     def replace(self, **changes: Any) -> Plan:
         """A new, checked plan with some keys changed. Another recipe brings its own optimiser settings."""
@@ -342,6 +375,8 @@ class Plan(Section):
         row = method_of(method)
         if row.world == "threads":
             return {"replicas": self.workers}
+        if row.world == "tasks":
+            return {"partitions": self.workers, "seed": self.seed}
         given = self.options.model_dump(exclude_none=True)
         return {name: value for name, value in given.items() if name in row.options}
 
@@ -375,7 +410,11 @@ def load_plan(source: Plan | Path | None, overrides: Mapping[str, Any]) -> Plan:
 
 def stored_plan(path: Path) -> Plan:
     """The plan in a run folder, including those of earlier versions; the first had no recipes, and was `course`."""
-    return parse_plan({"recipe": "course", **_read_toml(path)})
+    try:
+        return parse_plan({"recipe": "course", **_read_toml(path)})
+    except PlanError as error:
+        message = error.message if str(path) in error.message else f"{path}: {error.message}"
+        raise RunFolderError(printable(message), action="The run folder is damaged.") from None
 
 
 def parse_plan(values: Mapping[str, Any]) -> Plan:
@@ -384,12 +423,12 @@ def parse_plan(values: Mapping[str, Any]) -> Plan:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(read_regular(path).decode())
     except OSError as error:
         raise PlanError(f"cannot read the plan {path}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise PlanError(f"cannot read the plan {path}: it is not text.") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise PlanError(f"{path} is not valid TOML: {error}.") from error
 
 

@@ -21,7 +21,7 @@ from syncline.launcher.adopt import Placement, placement_from_environment
 from syncline.launcher.route import find_meeting
 from syncline.machine import keep_freed_memory
 from syncline.plan import Plan
-from syncline.spans import EventLog
+from syncline.spans import EventLog, log_name
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def joined(plan: Plan, events: Path | None, backend: Communicator | None = None)
     device = _device(plan, place)
     backend = backend or backend_of(plan, place)
     log = EventLog(
-        events and events / f"rank-{place.rank}.jsonl", rank=place.rank, world_size=place.world_size,
+        events and events / log_name(place.rank), rank=place.rank, world_size=place.world_size,
         host=place.host_index, threads=plan.threads_of(place.rank),
     )  # fmt: skip
     watch.on_stop(lambda: log.flush(force=True))

@@ -19,6 +19,7 @@ import multiprocessing
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -55,7 +56,8 @@ def record(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Pat
     """Context manager. Collective: call it on every rank with the same arguments; all write to one folder.
 
     `model` is what the loop calls: a plain module on one process, syncline.DataParallel, or torch's
-    DistributedDataParallel. Without a folder, it makes one below runs/.
+    DistributedDataParallel; or a plain module whose optimizer is Horovod's DistributedOptimizer. Without a folder, it
+    makes one below runs/.
     """
     return Recording(model, optimizer, Path(folder) if folder is not None else None)
 
@@ -69,9 +71,10 @@ class Recording:
         self.optimizer = optimizer
         self.notes: list[str] = []
         self._folder = folder
-        self._world = _World(model)
+        self._world = _World(model, optimizer)
         self._hooks: list[RemovableHandle] = []
         self._used = False
+        self._hold = ExitStack()
 
     @property
     def path(self) -> Path:
@@ -86,6 +89,8 @@ class Recording:
         self._run = self._world.agree_on(self._create)
         rank, size = self._world.rank, self._world.size
         host, threads = self._world.host, torch.get_num_threads()
+        if rank == 0:  # so that everybody sees that it runs
+            self._hold.enter_context(self._run.locked())
         self._log = EventLog(self._run.events(rank), rank=rank, world_size=size, host=host, threads=threads)
         if self._world.communicator is not None:
             note_clock(self._world.communicator, self._log)
@@ -95,6 +100,7 @@ class Recording:
         _recorded.update((self.model, self.optimizer))
         self._hooks = self._steps.watch(self.model, self.optimizer)
         self._stop_listening = world.listen(self._steps.on_talk)
+        self._world.tell_of_waits(self._steps.on_sync)
         return self
 
     def __exit__(
@@ -110,6 +116,7 @@ class Recording:
             self._run.write_summary(self._summary())
             stopped = isinstance(error, KeyboardInterrupt)
             self._run.set_status("finished" if error is None else "stopped" if stopped else "failed")
+        self._hold.close()
 
     def _create(self) -> RunFolder:
         """As a plan, so that every reader of run folders understands it; what a plan cannot say has its default."""
@@ -176,6 +183,12 @@ class _Steps:
     def on_talk(self, start_ns: int, end_ns: int) -> None:
         """The loop exchanged figures or wrote a checkpoint."""
         self._talks.append((start_ns, end_ns))
+
+    def on_sync(self, start_ns: int, end_ns: int) -> None:
+        """The loop waited for averages, outside backward."""
+        if self._open:
+            self._phase("sync", start_ns, end_ns)
+            self._free_since = end_ns
 
     def _on_forward(self, _model: nn.Module, _inputs: Any) -> None:
         if not torch.is_grad_enabled() or self._update_start is not None:
@@ -275,12 +288,17 @@ class _Steps:
 class _World:
     """Who takes part, and how the transfers of this kind of model can be seen."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.rank, self.size, self.host = 0, 1, 0
         self.method, self.module = BASELINE, model
         self.communicator: Communicator | None = None
         self._model = model
-        if isinstance(model, DataParallel):
+        averaging: Any = vars(optimizer).get("averaging")
+        self._averaging = averaging if hasattr(averaging, "communicator") else None
+        """Of an optimiser that averages by itself, in buckets, as Horovod's does."""
+        if self._averaging is not None:
+            self.communicator, self.method = self._averaging.communicator, self._averaging.method
+        elif isinstance(model, DataParallel):
             self.communicator, self.method, self.module = model.communicator, model.method, model.module
         elif isinstance(model, DistributedDataParallel):
             deadline = timedelta(seconds=Communicator.deadline_s)
@@ -297,15 +315,23 @@ class _World:
 
     def trace(self, log: EventLog, notes: list[str]) -> None:
         model = self._model
-        if isinstance(model, DataParallel):
+        if self._averaging is not None:
+            self._averaging.log.also = log
+        elif isinstance(model, DataParallel):
             model.log.also = log
             if isinstance(model.sync, DDP):
                 model.sync.trace(model.log)
         elif isinstance(model, DistributedDataParallel) and not trace_transfers(model, log):
             notes.append("a communication hook is already registered: its transfers cannot be seen.")
 
+    def tell_of_waits(self, on_sync: Callable[[int, int], None]) -> None:
+        if self._averaging is not None:
+            self._averaging.on_synchronized = on_sync
+
     def untrace(self) -> None:
-        if isinstance(self._model, DataParallel):
+        if self._averaging is not None:
+            self._averaging.log.also = self._averaging.on_synchronized = None
+        elif isinstance(self._model, DataParallel):
             self._model.log.also = None
         elif isinstance(self._model, DistributedDataParallel):
             trace_transfers(self._model, EventLog(keep=False))  # torch's class keeps its hook for good

@@ -8,7 +8,7 @@ from typing import Any
 
 from syncline.errors import PlanError
 from syncline.machine import STRONG_MEMORY_ORDER, cores, default_threads
-from syncline.methods import BASELINE, IN_MEMORY, ON_LINKS
+from syncline.methods import BASELINE, BETWEEN_HOSTS, IN_MEMORY, ON_LINKS, Unused
 from syncline.plan import Plan, compute_source
 from syncline.units import format_bytes, format_seconds
 from syncline.words import IN_FILES
@@ -29,9 +29,10 @@ def resolve(
         changes, sentence = _chosen_data(plan, progress)
         changes["threads"] = plan.threads or default_threads(ranks_per_host)
         name = changes.get("data", plan.data)
-        changes["loaders"] = default_loaders(name, ranks_per_host) if plan.loaders is None else plan.loaders
+        usual = 0 if plan.method_row.world == "tasks" else default_loaders(name, ranks_per_host)
+        changes["loaders"] = usual if plan.loaders is None else plan.loaders
     if plan.method_row.is_choice:
-        changes["method"], why = choose_method(device=plan.device, workers=plan.workers, num_hosts=num_hosts)
+        changes["method"], why = choose_for_plan(plan, num_hosts)
         changes["options"] = plan.options_for(changes["method"])
         sentence += f" Method {changes['method']}: {why}."
     return plan.replace(**changes), sentence
@@ -90,14 +91,29 @@ def default_loaders(data: str, ranks_per_host: int) -> int:
     return max(1, min(4, cores() // ranks_per_host)) if data in IN_FILES else 0
 
 
-def choose_method(*, device: str, workers: int, num_hosts: int) -> tuple[str, str]:
-    """What `auto` stands for, and why. Never a lossy one."""
+def choose_for_plan(plan: Plan, num_hosts: int) -> tuple[str, str]:
+    not_late = "clipping needs every gradient" if plan.optimizer.clip_norm and not plan.replayed else None
+    not_late = not_late or why_no_chunks(plan.options.bucket_cap_mb, plan.options.unused)
+    return choose_method(device=plan.device, workers=plan.workers, num_hosts=num_hosts, not_late=not_late)
+
+
+def why_no_chunks(bucket_cap_mb: float | None, unused: Unused | None) -> str | None:
+    """Options of `auto` that ask for buckets, or for every rank's word before an update."""
+    if unused == "zero":
+        return "parameters may be unused"
+    return "a bucket size is given" if bucket_cap_mb is not None else None
+
+
+def choose_method(*, device: str, workers: int, num_hosts: int, not_late: str | None = None) -> tuple[str, str]:
+    """What `auto` stands for, and why. Never a lossy one. `not_late` says why updates cannot be applied late."""
     if workers == 1:
         return BASELINE, "there is one worker"
     if device != "cpu":
         return ON_LINKS, "the model is not on the CPU"
+    if num_hosts > 1 and not_late is not None:
+        return ON_LINKS, f"ranks are on several hosts, and {not_late}"
     if num_hosts > 1:
-        return ON_LINKS, "ranks are on several hosts"
+        return BETWEEN_HOSTS, f"ranks are on several hosts; without a gain of 3 %, it waits as {ON_LINKS} does"
     if platform.machine() not in STRONG_MEMORY_ORDER:
         return ON_LINKS, f"shared memory is not proven on {platform.machine()}"
     return IN_MEMORY, "all ranks are on one host"

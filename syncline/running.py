@@ -5,18 +5,23 @@ Its owner makes the folder, holds the lock, and writes status and summary, once.
 
 from __future__ import annotations
 
+import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncline.errors import Interrupted, RunFolderError, UsageError
+from syncline.errors import Interrupted, SynclineError, UsageError
 from syncline.launcher.nodes import JoinedNode
 from syncline.launcher.places import Place, Ranks, RanksOfNode
 from syncline.machine import cores
 from syncline.marks import marks_of
 from syncline.plan import Plan
+from syncline.reaching import reached
+from syncline.remote import copied, shown
 from syncline.store import RunFolder, create_run
 from syncline.voice import Voice
 
@@ -31,9 +36,13 @@ class Job:
     plan: Plan
     run: RunFolder
     ranks: Ranks
+    voice: Voice = field(default_factory=Voice)
+    resumes: bool = False
+    """It goes on from a checkpoint, as the run's owner says."""
 
     def on_ranks(self, function: Callable[..., Any], plan: Plan, *args: Any) -> Any:
         """The first rank's result. `plan` says which ranks; it is the function's first argument too."""
+        self.voice.doing(f"starting {plan.workers} worker{'' if plan.workers == 1 else 's'}")
         return self.ranks.run(function, (plan, *args), plan, self.run.logs)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
@@ -48,7 +57,15 @@ def write_result(
     """By whoever owns the run, once. `machines`: how many there are, where another launcher placed the ranks."""
     check = link.as_dict() if link is not None else None
     marks = [mark.text for mark in marks_of(plan, cores(), check, machines=machines)]
-    run.write_summary({"link": check, **summary, "marks": marks})
+    try:
+        run.write_summary({"link": check, **summary, "marks": marks})
+    except OSError as error:
+        raise SynclineError(
+            f"cannot write the result into {shown(run.path)}: {error.strerror}.",
+            action=f"Make room, then `syncline train --resume {shown(run.path)}`."
+            if run.info()["kind"] == "train"
+            else "",
+        ) from None
 
 
 @contextmanager
@@ -57,58 +74,60 @@ def started(
     old: RunFolder | None = None,
 ) -> Iterator[Job]:  # fmt: skip
     """Whatever ends the ranks, the run folder says how it ended. A run that was refused leaves no trace."""
-    with place.joined(plan, voice) as ranks:
+    with copied(old.path if old is not None else run_dir), place.joined(plan, voice) as ranks:
         if isinstance(ranks, RanksOfNode) and not ranks.owns_run:
-            run, is_guest = _folder_of_node(ranks.here, old, kind=kind, plan=plan, label=label)
-        else:
-            run, is_guest = old or create_run(run_dir, kind=kind, plan=plan, label=label), False
-            if isinstance(ranks, RanksOfNode):
-                ranks.here.member.share({"run": str(run.path), "created": run.info()["created"]})
-                ranks.here.member.keep_files(run.path / "events")
-        with nullcontext() if is_guest else keeping(run, resumed=old is not None):
-            yield Job(plan, run, ranks)
+            with _folder_of_node(ranks.here, plan) as (run, resumes):
+                yield Job(plan, run, ranks, voice, resumes)
+            return
+        run = old or create_run(run_dir, kind=kind, plan=plan, label=label)
+        with keeping(run, resumed=old is not None):
+            served = replace(run, home=ranks.home(run.path, run.info()["created"]))
+            if isinstance(ranks, RanksOfNode) and served.home is not None:
+                about = {"path": served.home.path, "port": served.home.port, "created": served.home.created}
+                ranks.here.member.share({"run": str(run.path), "resumes": old is not None, **about})
+            yield Job(plan, served, ranks, voice, old is not None)
 
 
 @contextmanager
 def keeping(run: RunFolder, *, resumed: bool = False) -> Iterator[None]:
     """The owner's hold on a run: its lock, and its status from the first moment to the last."""
     before = run.info()["status"]
-    try:
-        with run.locked():
-            if resumed:
-                run.set_status("running")
-            yield
-    except UsageError:
+    with run.locked():
         if resumed:
-            run.set_status(before)
-        else:
-            run.discard()
-        raise
-    except BaseException as error:
-        run.set_status("stopped" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed")
-        raise
-    run.set_status("finished")
+            run.set_status("running")
+        try:
+            yield
+        except UsageError:
+            if resumed:
+                _note(run, before)
+            elif run.checkpoint_step() is not None:
+                _note(run, "failed")  # it had begun: what is wrong came with a restart
+            else:
+                run.discard()
+            raise
+        except BaseException as error:
+            _note(run, "stopped" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed")
+            raise
+        run.set_status("finished")
 
 
-def _folder_of_node(
-    here: JoinedNode, old: RunFolder | None, *, kind: str, plan: Plan, label: str
-) -> tuple[RunFolder, bool]:
-    """The run's folder on a node that does not own it: node 0's own if this node sees it (then it is a guest there),
-    otherwise one of the same name. In that case the node's event logs go to node 0 at the end."""
-    choice = here.member.shared()
-    first_rank = here.first_rank(plan.workers)
-    run = RunFolder(Path(choice["run"]), keeper=first_rank)
-    more = {"created": choice["created"], "node": here.node.node_rank}
-    info = run.info() if (run.path / "run.json").exists() else {}
-    if info.get("created") == choice["created"] and "node" not in info:
-        return RunFolder(run.path), True
-    if info.get("created") != choice["created"]:
-        if old is not None:
-            raise RunFolderError(
-                f"{run.path} on host {here.hosts[here.node.node_rank][0]} is not the run that node 0 continues.",
-                action="Start every node in the same folder as before.",
-            )
-        created = create_run(run.path, kind=kind, plan=plan, label=label, more=more)
-        run = RunFolder(created.path, created.made, first_rank)
-    here.files = lambda: sorted((run.path / "events").glob("rank-*.jsonl"))
-    return run, False
+def _note(run: RunFolder, status: str) -> None:
+    """How a failing run ended. If that cannot be written either, what made it fail is still what must be heard."""
+    for part in run.checkpoints.glob(".step-*.part"):
+        shutil.rmtree(part, ignore_errors=True)  # room on a full disk; nobody will finish it
+    try:
+        run.set_status(status)
+    except (OSError, SynclineError) as error:
+        warnings.warn(f"cannot note in {run.path} that the run {status}: {error}", stacklevel=2)
+
+
+@contextmanager
+def _folder_of_node(here: JoinedNode, plan: Plan) -> Iterator[tuple[RunFolder, bool]]:
+    """Node 0's run folder on another node, whether it sees it or not; and whether the run is resumed."""
+    chosen = here.member.shared()
+    run = RunFolder(Path(chosen["run"]), home=here.address_of(chosen))
+    # The fork server's folder goes with this process, however it ends.
+    with reached(run, here.ranks(plan.workers), get_temp_dir()) as found:
+        if found.is_far:
+            here.member.known_as[str(found.path.resolve())] = str(chosen["path"])
+        yield found, bool(chosen["resumes"])

@@ -1,7 +1,8 @@
 """The event log: what one rank did and when, as sequence-numbered records on the monotonic clock.
 
-A file is JSON lines: a header, then one record a line. It is flushed about once a second, so after a crash all
-but the last second can be read; a line cut short is the only damage possible.
+A file is a header and records, in compressed blocks (see blocks.py). Records are written between steps once the last
+writing is a second and a half ago, and in the middle of a step that lasts: after a crash, all but the last two
+seconds can be read. Earlier versions wrote one record a line, as JSON; such files are read too. The records:
 
     {"seq": 7, "kind": "phase", "name": "forward", "step": 3, "start": …, "end": …}
     {"seq": 8, "kind": "collective", "name": "all_reduce", "label": "classifier.bias", "bytes": 40,
@@ -18,23 +19,42 @@ Times are nanoseconds. Measuring is a span around the code; no algorithm holds a
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import platform
+import re
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncline.machine import boot_id
 from syncline.methods import OLD_NAMES
 
-FORMAT = 1
-FLUSH_EVERY_NS = 1_000_000_000
+if TYPE_CHECKING:
+    from syncline.block_file import BlockFile
+
+FORMAT = 2
+FLUSH_EVERY_NS = 1_500_000_000
+LOOK_EVERY_S = 0.4
+"""How often a thread looks for records that no end of a step wrote: with the above, below two seconds."""
+MOST_WAITING = 4096
+"""Records: so that writing them never takes long."""
+LOG_NAME = re.compile(r"rank-(\d+)\.(blocks|jsonl)")
+"""JSON lines, in runs of earlier versions."""
 
 Record = dict[str, Any]
+
+
+def log_name(rank: int) -> str:
+    return f"rank-{rank}.blocks"
+
+
+def log_files(folder: Path) -> list[Path]:
+    """The event logs in a folder, by rank; a rank whose run was begun by an earlier version may have two."""
+    found = [(int(match[1]), path) for path in folder.glob("rank-*") if (match := LOG_NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
 
 
 class EventLog:
@@ -54,13 +74,16 @@ class EventLog:
         self.method = ""
         self.records: list[Record] = []
         self._sequence = itertools.count()
-        self._file = None
+        self._file: BlockFile | None = None
         self._flushed_ns = time.monotonic_ns()
+        self._writing = threading.Lock()
+        self._closed = threading.Event()
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_unfinished_line(path)
-            self._file = path.open("a")
-            self._write([{**_header(rank, world_size), **about}])
+            from syncline.block_file import BlockFile  # numpy, which most commands do without
+
+            self._file = BlockFile(path)
+            self._file.write([{**_header(rank, world_size), **about}])
+            threading.Thread(target=self._watch, name="syncline-log", daemon=True).start()
 
     def span(self, name: str) -> Span:
         """Context manager: a phase of the step, from entry to exit, also when it raises."""
@@ -76,10 +99,13 @@ class EventLog:
             self.also.add(kind, **fields)
         if not self._keep:
             return
-        record = {"seq": next(self._sequence), "kind": kind, **fields, "step": self.step if step is None else step}
+        # In place, since another dict would cost as much as all the rest.
+        fields["kind"] = kind
+        fields["seq"] = next(self._sequence)
+        fields["step"] = self.step if step is None else step
         if self.method:
-            record["method"] = self.method
-        self.records.append(record)
+            fields["method"] = self.method
+        self.records.append(fields)
 
     def pack(self, label: str, start_ns: int) -> None:
         """Copying or dividing gradients on the computing thread, from `start_ns` to now."""
@@ -87,25 +113,32 @@ class EventLog:
         self.add("pack", label=label, start=start_ns, end=end_ns, busy=end_ns - start_ns)
 
     def flush(self, *, force: bool = False) -> None:
-        """Write what is new if the last write is a second old. Call it between steps, where no one waits."""
+        """Write what is new if the last write is old or there is much of it. Call it between steps, where no one
+        waits."""
         now = time.monotonic_ns()
-        if self._file is not None and (force or now - self._flushed_ns > FLUSH_EVERY_NS):
-            self._flushed_ns = now
-            # In place: a thread that adds at this moment adds to the same list.
-            records = self.records[:]
-            del self.records[: len(records)]
-            self._write(records)
+        if force or now - self._flushed_ns > FLUSH_EVERY_NS or len(self.records) >= MOST_WAITING:
+            with self._writing:
+                self._flushed_ns = now
+                if self._file is not None:
+                    # In place: a thread that adds at this moment adds to the same list.
+                    records = self.records[:]
+                    del self.records[: len(records)]
+                    self._file.write(records)
 
     def close(self) -> None:
         if self._file is not None:
+            self._closed.set()
             self.flush(force=True)
-            self._file.close()
-            self._file = None
+            with self._writing:
+                file, self._file = self._file, None
+                file.close()
 
-    def _write(self, records: list[Record]) -> None:
-        if self._file is not None:
-            self._file.write("".join(json.dumps(record) + "\n" for record in records))
-            self._file.flush()
+    def _watch(self) -> None:
+        """A step that hangs has no end at which its records would be written."""
+        while not self._closed.wait(LOOK_EVERY_S):
+            if self.records:
+                with suppress(OSError):  # a full disk is for the rank itself to say
+                    self.flush()
 
 
 class Span:
@@ -127,21 +160,23 @@ class Span:
 
 
 def read_records(path: Path) -> Iterator[Record | None]:
-    """What one rank's file holds, in order; None for a record that is cut short or damaged. Nothing else knows how
-    records are stored."""
-    for line in path.read_bytes().split(b"\n"):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
-            yield None
-            continue
-        if record.get("method") in OLD_NAMES:
-            record["method"] = OLD_NAMES[record["method"]]
-        yield record
+    """What one rank's file holds, in order; None for a record or block that is cut short or damaged."""
+    from syncline.block_file import read_content, read_lines
+    from syncline.blocks import bodies_of, decode, in_order
+
+    content, lines = read_content(path)
+    if content[:1] in (b"{", b""):  # of an earlier version
+        content, lines = b"", content + lines
+    for body in bodies_of(content):
+        groups = None if body is None else decode(body)
+        yield from [None] if groups is None else map(with_todays_name, in_order(groups))
+    yield from (record and with_todays_name(record) for record in read_lines(lines))
+
+
+def with_todays_name(record: Record) -> Record:
+    if record.get("method") in OLD_NAMES:
+        record["method"] = OLD_NAMES[record["method"]]
+    return record
 
 
 def read_log(path: Path) -> list[Record]:
@@ -156,13 +191,6 @@ def logging_to(path: Path | None, *, rank: int, world_size: int) -> Iterator[Eve
         yield log
     finally:
         log.close()
-
-
-def _cut_unfinished_line(path: Path) -> None:
-    """What a crash left without an end must not run into the header of the resumed run."""
-    if path.exists():
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def _header(rank: int, world_size: int) -> Record:

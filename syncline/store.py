@@ -7,10 +7,10 @@
       compute.json      what a step costs without synchronisation, layer by layer (see workload/recorded.py)
       events/           one event log per rank (see spans.py)
       logs/             the ranks' output and outcomes
-      checkpoints/      the newest one
+      checkpoints/      the newest two, each with digests (see training/manifest.py)
       summary.json      the result, once there is one
 
-Every file is written aside and renamed, so it is whole or absent. Logs grow line by line.
+Every file is written aside and renamed, so it is whole or absent. Logs grow block by block.
 
 `RunFolder` is for those who write a run, `Run` (from `load_run`) for those who read it: each file once, when it is
 first asked for.
@@ -24,6 +24,7 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -33,12 +34,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncline.errors import RunFolderError
+from syncline.errors import RunFolderError, UsageError
 from syncline.events import NO_EVENTS, Events, read_events
-from syncline.files import locked, write_atomic
+from syncline.files import is_locked, locked, to_json, write_atomic
+from syncline.folders import Folder, LocalFolder
+from syncline.launcher.home import Address, FarFolder
 from syncline.machine import bf16_instructions, cores, installed_bytes, processor
 from syncline.marks import Mark, marks_of
 from syncline.plan import Plan, stored_plan
+from syncline.remote import fetched, is_url, shown
+from syncline.spans import log_name
+from syncline.stored import SUMMARIES, Info, Machine, Training, read_stored
+from syncline.training.manifest import find_checkpoints
 from syncline.workload.user_code import search_also
 
 if TYPE_CHECKING:
@@ -46,6 +53,9 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 ROOT = Path("runs")
+LOCK = ".lock"
+WORDLESS = "ended without a word"
+"""The status of a run whose launcher was killed."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,10 @@ class RunFolder:
     path: Path
     made: tuple[Path, ...] = field(default=(), compare=False)
     """The folders that did not exist before the run, innermost first."""
-    keeper: int = 0
-    """The first of the ranks that see this folder: nodes without a common folder have one each."""
+    home: Address | None = None
+    """Where processes that do not see the folder reach it; None where all of them do."""
+    is_far: bool = False
+    """This is only where such processes write what grows. The run folder itself is at home."""
 
     @property
     def logs(self) -> Path:
@@ -64,43 +76,64 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def files(self) -> Folder:
+        """The run folder itself."""
+        return FarFolder(self.home) if self.home is not None and self.is_far else LocalFolder(self.path)
+
+    @property
+    def checkpoint_files(self) -> Folder:
+        far = self.home if self.is_far else None
+        return FarFolder(far, "checkpoints") if far is not None else LocalFolder(self.checkpoints)
+
     def checkpoint_step(self) -> int | None:
         """The step after which the newest checkpoint was written, or None if there is none."""
-        steps = [int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*")]
-        return max(steps, default=None)
+        return max(find_checkpoints(self.checkpoint_files), default=None)
 
     def events(self, rank: int) -> Path:
-        return self.path / "events" / f"rank-{rank}.jsonl"
+        return self.path / "events" / log_name(rank)
 
     def plan(self) -> Plan:
         return stored_plan(self.path / "plan.toml")
 
     def info(self) -> dict[str, Any]:
-        return _read_json(self.path / "run.json")
+        return read_stored(self.path / "run.json", Info)
+
+    def status(self) -> str:
+        """As run.json says; but a run that nobody keeps any more was killed before it could write how it ended."""
+        status = str(self.info()["status"])
+        return WORDLESS if status == "running" and not is_locked(self.path / LOCK) else status
 
     def machine(self) -> dict[str, Any]:
         """What the run ran on."""
-        return _read_json(self.path / "machine.json")
+        return read_stored(self.path / "machine.json", Machine)
 
     def summary(self) -> dict[str, Any] | None:
         path = self.path / "summary.json"
-        return _read_json(path) if path.exists() else None
+        return read_stored(path, SUMMARIES.get(self.info()["kind"], Training)) if path.exists() else None
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        write_atomic(self.path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_atomic(self.path / "summary.json", to_json(summary, indent=2) + "\n")
 
     def write_compute(self, text: str) -> None:
-        write_atomic(self.path / "compute.json", text)
+        self.files.write("compute.json", text.encode())
 
     def set_status(self, status: str) -> None:
-        write_atomic(self.path / "run.json", json.dumps({**self.info(), "status": status}, indent=2) + "\n")
+        """Also on a full disk: there, into the blocks that the file has."""
+        path, content = self.path / "run.json", json.dumps({**self.info(), "status": status}, indent=2) + "\n"
+        try:
+            write_atomic(path, content)
+        except OSError:
+            with path.open("r+b") as file:
+                file.write(content.encode())
+                file.truncate()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Only one process works on a run. The lock goes with the process, however it ends."""
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(locked(self.path / ".lock"))
+                stack.enter_context(locked(self.path / LOCK, while_waiting=_Glance().pass_by))
             except BlockingIOError:
                 raise RunFolderError(f"another process is using {self.path}.", action="Wait until it ends.") from None
             yield
@@ -112,6 +145,19 @@ class RunFolder:
             self.path.mkdir()
             for folder in self.made:
                 folder.rmdir()
+
+
+class _Glance:
+    """Whoever lists runs holds a run's lock for a moment to see whether it is held: that passes."""
+
+    def __init__(self) -> None:
+        self._times = 0
+
+    def pass_by(self) -> None:
+        self._times += 1
+        if self._times > 3:
+            raise BlockingIOError
+        time.sleep(0.02)
 
 
 @dataclass(frozen=True)
@@ -148,8 +194,8 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running, finished, failed or stopped."""
-        return str(self.info.get("status", ""))
+        """running, finished, failed, stopped, or "ended without a word"."""
+        return self.folder.status()
 
     @cached_property
     def marks(self) -> list[Mark]:
@@ -159,8 +205,9 @@ class Run:
         hosts = {info.host for info in self._logged.ranks.values()}
         machines = len(hosts) if self.plan.hosts == 1 and hosts else None
         link = self.summary.get("link")
-        check = link if isinstance(link, Mapping) else None  # a probe's summary says here which link it measured
-        ruled = marks_of(self.plan, self.machine["cores"], check, machines=machines)
+        # A probe's summary says here which link it measured.
+        check = {"note": "", **link} if isinstance(link, Mapping) else None
+        ruled = marks_of(self.plan, self.machine.get("cores", 1), check, machines=machines)
         kinds = {mark.kind for mark in noted}
         return [*(mark for mark in ruled if mark.kind not in kinds), *noted]
 
@@ -188,7 +235,7 @@ class Run:
         """step, loss (mean over the global batch) and samples of every step of a training that all ranks finished."""
         import polars
 
-        noted = self.table().filter(polars.col("kind") == "loss").sort("session", maintain_order=True)
+        noted = self.noted_losses().sort("session", maintain_order=True)
         last = noted.unique(["rank", "step"], keep="last")  # a resumed run repeats steps
         total = polars.col("samples").sum()
         by_step = last.group_by("step").agg(
@@ -198,10 +245,14 @@ class Run:
         )
         return by_step.filter(polars.col("ranks") == polars.col("ranks").max()).drop("ranks").sort("step")
 
+    def noted_losses(self) -> polars.DataFrame:
+        """The rows of the table that are losses; of a long run, far fewer than all."""
+        return self._logged.table("loss")
+
     def _repr_html_(self) -> str:
         plan = self.plan
         facts = {
-            "run": self.path, "kind": self.kind, "status": self.status, "model": plan.model, "data": plan.data,
+            "run": shown(self.path), "kind": self.kind, "status": self.status, "model": plan.model, "data": plan.data,
             "method": plan.method, "workers": plan.workers, "global batch": plan.global_batch,
             "marks": "; ".join(map(str, self.marks)) or "none",
         }  # fmt: skip
@@ -210,12 +261,12 @@ class Run:
 
 
 def load_run(path: Path | str | None = None, *, kind: str | None = None) -> Run:
-    """The run at a path, or the last one (of a kind) under runs/. A folder of a newer format is refused."""
-    return Run(open_run(Path(path) if path is not None else None, kind=kind).path)
+    """The run at a path or URL, or the last one (of a kind) under runs/. A folder of a newer format is refused."""
+    return Run(open_run(path, kind=kind).path)
 
 
-def run_with_steps(path: Path | None) -> Run:
-    """The run at a path, or the newest under runs/ that takes steps: a probe has none."""
+def run_with_steps(path: Path | str | None) -> Run:
+    """The run at a path or URL, or the newest under runs/ that takes steps: a probe has none."""
     runs = [run for run in list_runs() if run.info().get("kind") != "probe"] if path is None else []
     return Run(runs[-1].path) if runs else load_run(path)
 
@@ -267,8 +318,13 @@ def _folder_aside(path: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def open_run(path: Path | None, *, kind: str | None = None) -> RunFolder:
-    """The run at a path, or the last one (of a kind) under runs/. A folder of a newer format is refused."""
+def open_run(path: Path | str | None, *, kind: str | None = None, checkpoints: bool = False) -> RunFolder:
+    """The run at a path or URL, or the last one (of a kind) under runs/. A folder of a newer format is refused.
+
+    From a URL, `checkpoints` are fetched only if asked for.
+    """
+    if is_url(path):
+        path = fetched(str(path), checkpoints=checkpoints)
     if path is None:
         known = [run for run in list_runs() if kind in (None, run.info().get("kind"))]
         if not known:
@@ -276,10 +332,11 @@ def open_run(path: Path | None, *, kind: str | None = None) -> RunFolder:
             action = f"Start one with `syncline {kind or 'train'}`."
             raise RunFolderError(f"there is no {what} in {ROOT.resolve()}.", action=action)
         path = known[-1].path
+    path = Path(path)
     run = RunFolder(path)
     if not (path / "run.json").exists():
         raise RunFolderError(f"{path} is not a run folder.", action="`syncline runs` lists run folders.")
-    version = run.info().get("format", 0)
+    version = run.info()["format"]
     if version > FORMAT:
         raise RunFolderError(
             f"{path} has format {version}; this version reads up to {FORMAT}.", action="Update Syncline."
@@ -287,27 +344,31 @@ def open_run(path: Path | None, *, kind: str | None = None) -> RunFolder:
     return run
 
 
-def resumable_run(path: Path | None) -> RunFolder:
-    """The training run at a path, or the last one under runs/; refused unless there is something left to do."""
-    run = open_run(path, kind="train")
+def resumable_run(path: Path | str | None) -> RunFolder:
+    """The training run at a path or URL, or the last one under runs/; refused where nothing is left to do."""
+    run = open_run(path, kind="train", checkpoints=True)
     info = run.info()
     if info["kind"] != "train":
-        raise RunFolderError(f"{run.path} is a {info['kind']} run, which cannot be resumed.")
+        raise RunFolderError(f"{shown(run.path)} is a {info['kind']} run, which cannot be resumed.")
     if info["status"] == "finished":
-        raise RunFolderError(f"{run.path} is finished: there is nothing to resume.", action="Start a new run.")
+        raise RunFolderError(f"{shown(run.path)} is finished: there is nothing to resume.", action="Start a new run.")
     if "folder" in info:
         search_also(Path(info["folder"]))
     return run
 
 
-def list_runs(root: Path = ROOT) -> list[RunFolder]:
-    """All runs under a folder that can be read, oldest first."""
+def list_runs(root: Path = ROOT, problems: list[str] | None = None) -> list[RunFolder]:
+    """All runs under a folder that can be read, oldest first; `problems` receives what is wrong with the others."""
     created: dict[RunFolder, str] = {}
-    for path in root.glob("*/run.json"):
+    for path in sorted(root.glob("*/run.json")):
         run = RunFolder(path.parent)
         if not run.path.name.startswith("."):
-            with contextlib.suppress(RunFolderError):  # one damaged folder must not hide the others
-                created[run] = str(run.info().get("created", ""))
+            try:  # one damaged folder must not hide the others
+                created[run] = str(run.info()["created"])
+                run.plan()
+            except UsageError as error:
+                created.pop(run, None)
+                (problems if problems is not None else []).append(error.message)
     return sorted(created, key=lambda run: (created[run], run.path.name))
 
 
@@ -330,13 +391,3 @@ def _free_name(path: Path) -> Path:
     while candidate.exists():
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
     return candidate
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"cannot read {path}: {error}.", action="The run folder is damaged.") from error
-    if not isinstance(content, dict):
-        raise RunFolderError(f"{path} does not contain a JSON object.", action="The run folder is damaged.")
-    return content

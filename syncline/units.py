@@ -31,6 +31,11 @@ def format_spread(seconds: float, spread_s: float) -> str:
     return f"{seconds:.2f} ±{spread_s / 2:.2f} s"
 
 
+def format_minutes(seconds: float) -> str:
+    """Of an estimate: about 3 min."""
+    return f"about {seconds / 60:.0f} min" if seconds >= 90 else f"about {max(seconds, 1):.0f} s"
+
+
 def format_bytes(num_bytes: float) -> str:
     """36924456 -> '36.9 MB' (decimal units, as links and disks are rated)."""
     for unit in ("B", "kB", "MB", "GB"):
@@ -43,6 +48,11 @@ def format_bytes(num_bytes: float) -> str:
 def format_rate(bytes_per_s: float) -> str:
     """125e6 -> '125.0 MB/s'."""
     return f"{format_bytes(bytes_per_s)}/s"
+
+
+def format_count(value: float) -> str:
+    """13523.4 -> '13523', 3.14 -> '3.1', 0.042 -> '0.042': a rate of things that may be slow."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def parse_bytes(text: str) -> int:
@@ -70,3 +80,13 @@ def format_bit_rate(bits_per_s: float) -> str:
             break
         bits_per_s /= 1000
     return f"{bits_per_s:.3g} {unit}"
+
+
+def printable(text: str) -> str:
+    """Characters that would act on a terminal or a page (escape codes, changes of direction, line ends) as \\x1b."""
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape", "surrogatepass").decode()
+        for letter in text
+    )

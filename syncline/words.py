@@ -49,6 +49,9 @@ DATA = {
 IN_FILES = ("imdb-wiki", "folder")
 """Data whose images stay in their files until a batch needs them."""
 
+BATCH_OF_TEXTS = 8
+"""Default global batch of texts: each holds over a hundred tokens, and a small file is to give hundreds of steps."""
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"learning_rate": 0.1, "momentum": 0.9, "nesterov": False, "weight_decay": 1e-4},
     "adamw": {"learning_rate": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
@@ -77,8 +80,8 @@ DEFAULT_RECIPES: dict[str, dict[str, Any]] = {
         "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "decay_all": False,
     },
     "texts": {
-        "name": "adamw", "learning_rate": 5e-4, "schedule": "one-cycle", "peak_at": 0.1,
-        "betas": (0.9, 0.999), "weight_decay": 0.01, "decay_all": False,
+        "name": "adamw", "learning_rate": 2.5e-4, "schedule": "one-cycle", "peak_at": 0.1,
+        "betas": (0.9, 0.98), "weight_decay": 0.01, "decay_all": False,
     },
 }  # fmt: skip
 """Recipe `default`, by what the model reads."""

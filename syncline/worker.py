@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,21 +23,24 @@ import torch
 from syncline.accounting.statistics import counted, timing
 from syncline.comm import Communicator
 from syncline.comm.mpi_backend import aborting
-from syncline.errors import DataError, PlanError, SynclineError
-from syncline.launcher import watch
+from syncline.comm.threads import ThreadCommunicator, ThreadWorld
+from syncline.errors import DataError, PlanError, RunFolderError, SynclineError
+from syncline.launcher import stacks, watch
 from syncline.machine import cores
 from syncline.measure.certify import Certifier
 from syncline.measure.comparison import Comparison, contenders
 from syncline.measure.load import LoadMeter
 from syncline.measure.probing import run_probe
-from syncline.methods import BASELINE
+from syncline.methods import BASELINE, METHODS, PLANNED_AFTER
 from syncline.plan import Plan, load_plan
 from syncline.rank import Rank, backend_of, joined, place_of
+from syncline.reaching import reached
+from syncline.remote import is_url
 from syncline.report.terminal import Display
 from syncline.resolve import resolve
 from syncline.running import keeping, write_result
 from syncline.store import RunFolder, create_run, resumable_run
-from syncline.sync import make_sync
+from syncline.sync import GradientSync, make_sync
 from syncline.sync.batch_norm import attach
 from syncline.sync.bucketed import WIRE_DTYPES
 from syncline.training.calibrate import calibrate, gather_times
@@ -67,16 +71,27 @@ def train(
     plan: Plan, run: RunFolder, resume: bool, voice: Voice, backend: Communicator | None = None
 ) -> dict[str, Any] | None:
     """A rank's part in `syncline train`. Rank 0 returns the summary."""
-    with joined(plan, run.path / "events", backend) as rank:
-        return _train(rank, run, resume=resume or rank.restarted, voice=voice)
+    number = place_of(plan).rank
+    with reached(run, [number]) as here:
+        if stacks.file_here() is None:  # another launcher started this process
+            stacks.write_on_signal(here.logs, number)
+        with joined(plan, here.path / "events", backend) as rank:
+            return _train(rank, here, resume=resume or rank.restarted, voice=voice)
 
 
 def compare(plan: Plan, run: RunFolder, methods: Sequence[str], voice: Voice) -> list[dict[str, Any]]:
     """A rank's part in `syncline compare`: the rows of the table."""
-    with joined(plan, run.path / "events") as rank, Display(voice, rank=rank.number, unit="turn") as display:
+    with (
+        reached(run, [place_of(plan).rank]) as here,
+        joined(plan, here.path / "events") as rank,
+        Display(voice, rank=rank.number, unit="turn") as display,
+    ):
+        display.doing("loading data")
         batches = _batches(rank)
         display.counted = batches.task.unit
-        _calibrate(rank, run, batches)
+        display.doing("timing compute alone")
+        _calibrate(rank, here, batches)
+        display.doing("building the models")
         threads = plan.threads or 1  # where compute is slept, more of them change nothing
         entries = contenders(methods, threads=threads, cores=threads if plan.replayed else cores())
         parts = (rank.communicator, batches, rank.device, rank.log, display)
@@ -103,6 +118,8 @@ def certify(plan: Plan, methods: Sequence[str], models: Sequence[str], voice: Vo
         pairs = [(model, method) for model in models for method in methods]
         for done, (model, method) in enumerate(pairs):
             display.progress(done, len(pairs), f"{model} {method}")
+            if METHODS[method].alone and rank.number != 0:
+                continue
             certificate = _certifier(rank, plan.replace(model=model), method, by_input[usual_input(model)]).run()
             if certificate is not None:
                 place = {"workers": plan.workers, "model": model, "method": method}
@@ -120,15 +137,19 @@ def call(plan: Plan, name: str) -> list[dict[str, Any]]:
 
 
 def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifier:
-    world_size = rank.communicator.world_size
+    communicator, workers = rank.communicator, plan.workers
+    if METHODS[method].alone:
+        communicator = ThreadCommunicator(ThreadWorld(1, deadline_s=plan.deadline_s), 0)
     # One more than divides by the world size: uneven shards on purpose.
-    sharding = Sharding(1000, 4 * world_size + 1, plan.seed, rank.number, world_size)
+    sharding = Sharding(1000, 4 * workers + 1, plan.seed, rank.number, workers)
     rank.log.method = method
     options = {"batch_norm": plan.batch_norm, **plan.options_for(method)}
+    if "barrier" in METHODS[method].options:
+        options = {"barrier": False, **options}  # what is certified is what it does beyond waiting
     wire = options.get("transfer_dtype")
     exact = {name: value for name, value in options.items() if name != "transfer_dtype"}
     return Certifier(
-        communicator=rank.communicator,
+        communicator=communicator,
         make_sync=lambda communicator: make_sync(method, communicator, **options),
         make_exact=(lambda communicator: make_sync(method, communicator, **exact)) if wire else None,
         wire_dtype=WIRE_DTYPES[wire] if wire else None,
@@ -143,29 +164,45 @@ def _certifier(rank: Rank, plan: Plan, method: str, batches: Batches) -> Certifi
 
 def _train(rank: Rank, run: RunFolder, *, resume: bool, voice: Voice) -> dict[str, Any] | None:
     plan = rank.plan
-    batches = _batches(rank)
+    with Display(voice, rank=rank.number) as display:
+        display.doing("loading data")
+        batches = _batches(rank)
+        display.counted = batches.task.unit
+        worker, sharding = _prepared(rank, run, batches, display, resume=resume)
+        display.doing("taking the first step")
+        checkpoints = None if plan.replayed else run.checkpoint_files
+        watch_steps = StepWatch(rank.log, plan.profile, run.path / "profile")
+        loop = Loop(plan, worker, sharding, rank.communicator, display, checkpoints, watch_steps)
+        meter = LoadMeter()
+        progress, seconds = loop.run(resume=resume)
+        other_load = meter.others(rank.communicator)
+    note_memory(rank.log, worker.model, worker.sync)
+    summary = {"other_load": other_load} | _summary(plan, batches, worker.model, progress, seconds)
+    summary["predicted"] = _predicted(worker.sync, seconds)
+    return summary if rank.number == 0 else None
+
+
+def _prepared(
+    rank: Rank, run: RunFolder, batches: Batches, display: Display, *, resume: bool
+) -> tuple[Worker, Sharding]:
+    """All that comes before the first step: the model, what compute costs by itself, and the method."""
+    plan = rank.plan
+    display.doing(f"building {plan.model}")
     model = make_model(plan, rank.device, batches.task)
     sharding = Sharding(batches.num_train, plan.global_batch, plan.seed, rank.number, plan.num_ranks)
     if not plan.replayed:
         check_fit(plan, model, batches.task, sharding, plan.steps or sharding.steps_per_epoch)
     if not resume:
+        display.doing("timing compute alone")
         _calibrate(rank, run, batches)
     rank.log.method = plan.method
     options = {"batch_norm": plan.batch_norm, **plan.options_for(plan.method)}
     sync = make_sync(plan.method, rank.communicator, log=rank.log, **options)
+    sync.looks_for_nan = step_settings(plan)["on_nan"] != "ignore"
+    display.doing("sharing the first weights")
     module = attach(sync, model, plan.batch_norm)
     settings = {"delays": delays_of(plan, rank.number), "accumulate": plan.accumulate, **step_settings(plan)}
-    worker = Worker(model, module, sync, make_optimizer(plan, model), batches, rank.log, **settings)
-    with Display(voice, rank=rank.number, counted=batches.task.unit) as display:
-        checkpoints = None if plan.replayed else run.checkpoints
-        watch_steps = StepWatch(rank.log, plan.profile, run.path / "profile")
-        loop = Loop(plan, worker, sharding, rank.communicator, display, checkpoints, watch_steps, run.keeper)
-        meter = LoadMeter()
-        progress, seconds = loop.run(resume=resume)
-        other_load = meter.others(rank.communicator)
-    note_memory(rank.log, model, sync)
-    summary = {"other_load": other_load} | _summary(plan, batches, model, progress, seconds)
-    return summary if rank.number == 0 else None
+    return Worker(model, module, sync, make_optimizer(plan, model), batches, rank.log, **settings), sharding
 
 
 def _calibrate(rank: Rank, run: RunFolder, batches: Batches) -> None:
@@ -205,12 +242,25 @@ def _summary(
         "steps": progress.step,
         "timed_steps": len(seconds),
         "step": asdict(measured) if measured else None,
-        **(batches.task.throughput(plan.global_batch, measured.median_s) if measured else {}),
+        **(batches.task.throughput(_batch(plan, batches), measured.median_s) if measured else {}),
         "seconds": counted(seconds, warmup=plan.measure.warmup, window=plan.measure.window),
         "losses": progress.loss_lines,
         "epochs": progress.epochs,
         "weights_sha256": None if plan.replayed else _digest(model),
     }
+
+
+def _batch(plan: Plan, batches: Batches) -> int:
+    """Samples of a step: where there are fewer than the plan asks for, all of them."""
+    return min(plan.global_batch, batches.num_train)
+
+
+def _predicted(sync: GradientSync, seconds: list[float]) -> dict[str, Any] | None:
+    """What the method expects of a step, beside what the steps took that came after it had planned them."""
+    if sync.predicted is None:
+        return None
+    planned = seconds[PLANNED_AFTER:]
+    return {**sync.predicted, "measured_s": statistics.median(planned) if planned else None}
 
 
 def _digest(model: torch.nn.Module) -> str:
@@ -281,14 +331,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train a plan as one rank of a world that another launcher started."""
     parser = argparse.ArgumentParser(prog="python -m syncline.worker", description=main.__doc__)
     parser.add_argument("plan", type=Path, help="the plan, a TOML file")
-    parser.add_argument("--run-dir", type=Path, help="where to write the run; by default, a new folder")
+    parser.add_argument("--run-dir", help="where to write the run; by default, a new folder")
     parser.add_argument("--resume", action="store_true", help="continue the run in --run-dir")
     options = parser.parse_args(arguments)
     watch.watch_parent()
     try:
-        summary = _train_elsewhere(options.plan, options.run_dir, resume=options.resume)
+        if is_url(options.run_dir):
+            raise RunFolderError(
+                f"{options.run_dir} is a URL, which `syncline train` takes.",
+                action="Give a folder that all ranks see.",
+            )
+        folder = Path(options.run_dir) if options.run_dir else None
+        summary = _train_elsewhere(options.plan, folder, resume=options.resume)
     except SynclineError as error:
-        print(f"syncline: {error}", file=sys.stderr, flush=True)
+        notes = getattr(error, "__notes__", ())
+        print(*notes, f"syncline: {error}", sep="\n", file=sys.stderr, flush=True)
         return error.exit_code
     if summary is not None and summary["weights_sha256"]:
         print(f"weights {summary['weights_sha256']}")

@@ -23,7 +23,7 @@ from syncline.comm.mpi_backend import connect_mpi
 from syncline.comm.threads import ThreadCommunicator, ThreadWorld
 from syncline.comm.torch_backend import TorchCommunicator, adopt, connect
 from syncline.errors import PlanError, UsageError
-from syncline.launcher.adopt import placement_from_environment
+from syncline.launcher.adopt import Placement, placement_from_environment
 from syncline.launcher.route import find_meeting
 from syncline.spans import EventLog
 
@@ -80,6 +80,11 @@ def talking() -> Iterator[Communicator]:
     """The channel, for figures and checkpoints; whoever records this thread learns how long it took."""
     start_ns = time.monotonic_ns()
     yield channel()
+    tell(start_ns)
+
+
+def tell(start_ns: int) -> None:
+    """This thread has talked to other ranks from that moment until now."""
     for listener in _here.listeners:
         listener(start_ns, time.monotonic_ns())
 
@@ -98,7 +103,10 @@ def channel(deadline_s: float = Communicator.deadline_s) -> Communicator:
         backend = meet(None, deadline_s)
         enter(backend)
     if _here.channel is None:
-        _here.channel = instrumented(backend, EventLog(keep=False), deadline_s=backend.deadline_s)
+        log = EventLog(keep=False)
+        _here.channel = instrumented(
+            backend, log, deadline_s=backend.deadline_s, name_of=name_of_rank(), name="figures"
+        )
     return _here.channel
 
 
@@ -138,9 +146,19 @@ def meet(process_group: dist.ProcessGroup | None, deadline_s: float, module: nn.
 
 
 def host_index() -> int:
+    place = _placement()
+    return place.host_index if place else 0
+
+
+def name_of_rank() -> Callable[[int], str]:
+    """What errors call a rank: with its host, where the launcher has said which."""
+    place = _placement()
+    return place.name_of if place else "rank {}".format
+
+
+def _placement() -> Placement | None:
     """As the launcher says; scripts that make the group themselves often set only some of its variables."""
     try:
-        place = placement_from_environment()
+        return placement_from_environment()
     except UsageError:
-        return 0
-    return place.host_index if place else 0
+        return None

@@ -27,12 +27,17 @@ start_fresh = multiprocessing.util.spawnv_passfds
 def load() -> None:
     """All of Syncline, and what commands would load late."""
     import syncline
+    from syncline.launcher.engines import ENGINES
 
-    for name in ("torch._dynamo", "matplotlib.figure", "matplotlib.backends.backend_svg", "plotly.graph_objects"):
+    for name in ("torch._dynamo", "matplotlib.figure", "matplotlib.backends.backend_svg"):
         importlib.import_module(name)
     for module in pkgutil.walk_packages(syncline.__path__, "syncline."):
         if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+            try:
+                importlib.import_module(module.name)
+            except ModuleNotFoundError as error:
+                if error.name not in {row.package for row in ENGINES.values()}:
+                    raise  # an engine's package may be missing
 
 
 def become(command: dict[str, Any]) -> None:

@@ -137,10 +137,11 @@ class CliServer:
 @pytest.fixture
 def quick_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks say within a fraction of a second that they are stuck."""
-    from syncline.comm import checked, stall
+    from syncline.comm import checked, whereabouts
 
-    monkeypatch.setattr(stall, "STALLED_AFTER_S", 0.1)
-    monkeypatch.setattr(stall, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(whereabouts, "STALLED_AFTER_S", 0.1)
+    monkeypatch.setattr(whereabouts, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(whereabouts, "ANSWERS_WITHIN_S", 0.3)
     monkeypatch.setattr(checked, "SURE_AFTER_S", 0.3)
 
 

@@ -36,7 +36,7 @@ def receive(count: str) -> None:
 
 
 def send(target: str, count: str) -> None:
-    with socket.create_connection((target, PORT), timeout=20) as connection:
+    with socket.create_connection((target, PORT), timeout=60) as connection:
         connection.sendall(bytes(int(count)))
 
 
@@ -67,7 +67,7 @@ def hold(ready: str) -> None:
     with EmulatedCluster(2, [1e9, 1e9]) as cluster:
         Path("/dev/shm").stat()
         for host in range(2):
-            cluster.popen(host, [sys.executable, __file__, "daemon"]).wait(20)
+            cluster.popen(host, [sys.executable, __file__, "daemon"]).wait(60)
             cluster.popen(host, ["sh", "-c", "echo mine > /dev/shm/segment; sleep 300"])
             cluster.call(host, time.sleep, 300)
         Path(ready).write_text("ready")
@@ -93,8 +93,8 @@ def two_hosts() -> None:
             receiver = cluster.popen(1, [sys.executable, __file__, "receive", "100000"], stdout=subprocess.PIPE)
             assert receiver.stdout is not None
             receiver.stdout.readline()
-            assert cluster.popen(0, [sys.executable, __file__, "send", "host1", "100000"]).wait(20) == 0
-            print(receiver.stdout.read().split()[0].decode(), receiver.wait(20))
+            assert cluster.popen(0, [sys.executable, __file__, "send", "host1", "100000"]).wait(60) == 0
+            print(receiver.stdout.read().split()[0].decode(), receiver.wait(60))
             cluster.cut(1)
             cluster.restore(1)
             cluster.set_rate(0, 1e7)
@@ -109,10 +109,12 @@ def between_nodes(node_rank: str, nodes: str, wait_s: str, folder: str) -> None:
     from dataclasses import asdict
 
     from syncline.launcher.doctor import Group, examine_nodes, examine_way
+    from syncline.launcher.nodes.token import Tokens
     from syncline.launcher.route import find_route
 
-    route = find_route(f"host0:{PORT}")
-    findings = examine_nodes(route, Group(int(nodes), int(node_rank), float(wait_s)), Path(folder))
+    rendezvous = f"host0:{PORT}"
+    route, tokens = find_route(rendezvous), Tokens(rendezvous, folder=Path(folder))
+    findings = examine_nodes(route, Group(int(nodes), int(node_rank), float(wait_s)), Path(folder), tokens)
     print(json.dumps([asdict(one) for one in [examine_way(route), *findings]]))
 
 

@@ -27,10 +27,12 @@ from syncline.workload.data.synthetic import synthetic_images
 
 Result = TypeVar("Result")
 OnRank = Callable[[Communicator, EventLog], Result]
+TORCHS_OWN_ABORT = "terminate called without an active exception"
+"""What a process with torch's own DDP says now and then when it ends, after all its work."""
 
 
 def on_threads(
-    world_size: int, function: OnRank[Result], *, deadline_s: float = 20.0, hosts: Sequence[int] | None = None
+    world_size: int, function: OnRank[Result], *, deadline_s: float = 60.0, hosts: Sequence[int] | None = None
 ) -> list[Result]:
     """function(communicator, log) on every rank, each a thread, with the communicator that the product uses."""
 
@@ -57,7 +59,7 @@ def one_compute_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def on_processes(world_size: int, function: OnRank[Any], *, deadline_s: float = 20.0) -> list[Any]:
+def on_processes(world_size: int, function: OnRank[Any], *, deadline_s: float = 60.0) -> list[Any]:
     """The same over Gloo, each rank a process."""
     return syncline.launch(_live_in_process, function, deadline_s, workers=world_size, threads=1)
 

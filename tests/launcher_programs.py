@@ -150,9 +150,23 @@ def signals_in_a_forked_child() -> int:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()
     child.terminate()
-    child.join(20)
+    child.join(60)
     assert child.exitcode is not None
     return child.exitcode
+
+
+def stop_at_start(culprit: int, deadline_s: float) -> None:
+    """One rank is stopped before it connects."""
+    from datetime import timedelta
+
+    from syncline.comm.torch_backend import connect
+    from syncline.launcher.adopt import placement_from_environment
+
+    place = placement_from_environment()
+    assert place is not None
+    if place.rank == culprit:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    connect(place, backend="gloo", deadline=timedelta(seconds=deadline_s))
 
 
 def listening_addresses() -> list[str]:

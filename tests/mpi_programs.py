@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import signal
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -62,6 +63,7 @@ def every_verb() -> dict[str, Any]:
     assert half[0].tolist() == [backend.world_size - 1] * 3
     mapped = Path("/proc/self/maps").read_text()
     found = {
+        "open to others": ports_that_others_reach(),
         "place": (backend.rank, backend.world_size, backend.host_index),
         "half": str(caught(lambda: child.all_reduce(half[1]))),
         "segments": [name for name in os.listdir("/dev/shm") if name.startswith("mpich") and name in mapped],
@@ -70,6 +72,42 @@ def every_verb() -> dict[str, Any]:
     found["contract"] = str(caught(lambda: checked.all_reduce(torch.ones(3, dtype=dtype))))
     checked.close()
     return found
+
+
+def ports_that_others_reach() -> list[int]:
+    """Of mpiexec and of this rank, at an address that is not loopback."""
+    from conftest import listening_ports
+
+    from syncline.comm.mpi_backend import _own_address
+    from syncline.launcher.watch import ancestors
+
+    ports = {*listening_ports(os.getpid()), *(p for pid, _ in ancestors(os.getpid()) for p in listening_ports(pid))}
+    reached = []
+    for port in ports:
+        with contextlib.suppress(OSError), socket.create_connection((_own_address(), port), timeout=1):
+            reached.append(port)
+    return reached
+
+
+def stopped_at_start() -> None:
+    """Rank 1 is stopped on its way into MPI, where the others wait for it."""
+    place = placement_from_environment()
+    assert place is not None
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    joined(2.0)
+
+
+def stopped_later() -> None:
+    """Rank 0 is stopped when all have joined."""
+    from syncline.comm import instrumented
+    from syncline.spans import EventLog
+
+    comm = instrumented(joined(2.0), EventLog(keep=False), deadline_s=2.0)
+    comm.all_reduce(ones())
+    if comm.rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    comm.all_reduce(ones())
 
 
 def late() -> str:

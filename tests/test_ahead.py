@@ -313,6 +313,7 @@ def test_weight_that_is_read_before_its_module_is_called_reads_as_nan_in_the_fir
             loss.backward()
             sync.finish_for_update()
             sync.update(made)
+        sync.detach()  # what is on its way needs both ranks
         return losses
 
     for losses in on_threads(2, run):

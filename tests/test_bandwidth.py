@@ -12,11 +12,13 @@ from helpers import on_processes
 
 from syncline.accounting.bandwidth import Bandwidth, Wire, bandwidth, find_link, transfer_seconds, wire_of
 from syncline.accounting.usage import memory
+from syncline.blocks import body_of, group_records
 from syncline.collectives.execute import Executor
 from syncline.collectives.patterns import PATTERNS, make_schedule
 from syncline.comm.communicator import Communicator
 from syncline.comm.counters import TrafficCounter
-from syncline.events import Events, Phase, RankInfo, RankStep, Step, Transfer
+from syncline.events import Events, Phase, RankInfo, RankStep, Step, Steps, Transfer
+from syncline.events.rank_log import RankLog
 from syncline.plan import Plan, parse_plan
 from syncline.spans import EventLog
 from syncline.store import Run, create_run
@@ -77,6 +79,7 @@ def _count_everything(communicator: Communicator, _: EventLog) -> dict[str, tupl
         run()
         moved = counter.read() - before
         counted[name] = (moved["sent"], moved["received"])
+    backend.all_reduce(torch.zeros(1))  # a rank that leaves closes its connections, and they are counted no more
     return counted
 
 
@@ -105,7 +108,14 @@ def logged(world_size: int = 3, *, hosts: int = 1, counted: float = 4 / 3 * MEGA
             records.setdefault(rank, []).append(record)
         steps.append(Step(number, 0, ranks))
     infos = {rank: RankInfo(rank, host=rank % hosts) for rank in range(world_size)}
-    return Events(world_size, infos, {"bucketed": steps}, {}, records, [])
+    return Events(world_size, infos, {"bucketed": Steps.of(steps)}, {}, logs_of(records), [])
+
+
+def logs_of(records: dict[int, list[dict[str, Any]]]) -> dict[int, list[RankLog]]:
+    logs = {rank: [RankLog(rank, {})] for rank in records}
+    for rank, own in records.items():
+        logs[rank][0].look(body_of(own), group_records(own))
+    return logs
 
 
 def measured(events: Events, **given: Any) -> Bandwidth:
@@ -148,7 +158,7 @@ def test_how_far_a_count_may_be_off(factor: float, agrees: bool) -> None:
 
 
 def test_without_counters_or_theory_there_is_nothing_to_compare() -> None:
-    events = replace(logged(), records={})
+    events = replace(logged(), logs={})
     assert measured(events).ranks[0].counted is None
     assert measured(events).ranks[0].agrees is None
     assert measured(logged(), theory=lambda *_, **__: None).ranks[0].agrees is None
@@ -160,7 +170,7 @@ def test_sockets_say_nothing_about_mpi() -> None:
     of_mpi = replace(
         events,
         steps={"mpi": events.steps["bucketed"]},
-        records={rank: [{**one, "method": "mpi"} for one in records] for rank, records in events.records.items()},
+        logs=logs_of({rank: [{**one, "method": "mpi"}] for rank, one in events.of_kind("counter")}),
     )
     found = bandwidth(of_mpi, "mpi", parse_plan({"method": "mpi", "workers": 3}), of_mpi.complete("mpi"))
     assert found is not None
@@ -175,9 +185,8 @@ def test_only_the_leaders_of_hosts_share_what_they_send() -> None:
     for step in events.steps["bucketed"]:
         (sent,) = step.ranks[1].transfers
         step.ranks[1] = replace(step.ranks[1], transfers=(replace(sent, name="shared_memory"),))
-    for record in events.records[1]:
-        record |= {"sent": 0, "received": 0}
-    found = measured(events)
+    copied = [{**record, "sent": 0, "received": 0} for rank, record in events.of_kind("counter") if rank == 1]
+    found = measured(replace(events, logs={**events.logs, **logs_of({1: copied})}))
     assert [rank.theory for rank in found.ranks] == [Wire(MEGABYTE, MEGABYTE), Wire(0, 0), Wire(MEGABYTE, MEGABYTE)]
     assert all(rank.agrees for rank in found.ranks)
     by_name = {bucket.name: bucket for bucket in found.buckets}
@@ -194,7 +203,8 @@ def test_an_operation_that_ended_before_the_last_was_ready_takes_no_negative_tim
 def test_the_newest_fitting_probe_gives_the_link(tmp_path: Path) -> None:
     def probed(name: str, rate: float, *, status: str = "finished", **about: Any) -> None:
         run = create_run(tmp_path / name, kind="probe", plan=plan, label="x")
-        summary = {"workers": 2, "hosts": 1, "link": None, "links": {"gloo": {"bytes_per_s": rate}}, **about}
+        links = {"gloo": {"bytes_per_s": rate}}
+        summary = {"workers": 2, "hosts": 1, "link": None, "rows": [], "links": links, **about}
         run.write_summary(summary)
         run.set_status(status)
 
@@ -207,6 +217,7 @@ def test_the_newest_fitting_probe_gives_the_link(tmp_path: Path) -> None:
     probed("other-link", 4e9, hosts=2, link="1gbit")
     probed("failed", 5e9, status="failed")
     probed("no-rate", 6e9, links={})
+    probed("damaged", 7e9, rows="what")
     assert find_link(run) == (2e9, str(tmp_path / "b"))
 
 
@@ -214,7 +225,7 @@ def test_memory_is_the_last_record_of_each_rank() -> None:
     one = {"kind": "memory", "method": "ddp", "peak_resident_bytes": 1, "parameter_bytes": 2, "gradient_bytes": 3}
     one |= {"buffer_bytes": 4, "gradients_in_buffers": True}
     later = {**one, "peak_resident_bytes": 9}
-    events = replace(logged(), records={1: [one, later], 0: [{**one, "buffer_bytes": None}]})
+    events = replace(logged(), logs=logs_of({1: [one, later], 0: [{**one, "buffer_bytes": None}]}))
     (found,) = memory(events, "ddp")
     assert (found.rank, found.peak_resident_bytes, found.gradients_in_buffers) == (1, 9, True)
     assert memory(events, "bucketed") == []

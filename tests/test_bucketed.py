@@ -170,14 +170,17 @@ def test_state_brings_back_the_layout_and_with_it_every_bit() -> None:
         assert first.state() == {}
         float_loss(module, comm.rank).backward()
         first.finish()
-        second.attach(other)
+        resumed = second.attach(other)
         assert second.layout != first.layout
         second.load_state(first.state())
         assert second.layout == first.layout
         assert second.state() == first.state()
-        for sync, one in ((first, model), (second, other)):
+        for sync, one, wrapped in ((first, model, module), (second, other, resumed)):
             one.zero_grad()
-            float_loss(one, comm.rank + 10).backward()
+            # The same gradients in both, to the bit: those of a convolution depend on where tensors lie in memory.
+            drawn = torch.Generator().manual_seed(comm.rank)
+            given = sum((p * torch.randn(p.shape, generator=drawn)).sum() for p in one.parameters())
+            (0 * float_loss(wrapped, comm.rank + 10) + given).backward()
             sync.finish()
         assert torch.equal(flat_gradient(model), flat_gradient(other))
         assert second.layout == first.layout
@@ -363,3 +366,36 @@ def test_smallest_bucket_size_makes_no_more_buckets_than_can_be_sent_in_time() -
 
     for count in on_threads(2, live):
         assert 60 < count < 70
+
+
+@pytest.mark.parametrize("method", ["bucketed", "all-reduce", "gather-scatter", "shared-memory", "ahead"])
+def test_gradients_have_the_strides_of_their_parameters(method: str) -> None:
+    """A fused optimiser of torch reads both as they lie in memory, and computes nonsense where they differ."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.turned = nn.Parameter(torch.randn(5, 4).T)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.conv(images).mean((2, 3)) @ self.turned
+
+    def live(communicator: Communicator, log: EventLog) -> list[tuple[object, object]]:
+        torch.manual_seed(0)
+        model = Odd()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        sync = make_sync(method, communicator)
+        module = sync.attach(model)
+        for _ in range(3):
+            module(torch.randn(2, 3, 8, 8)).sum().backward()
+            sync.finish()
+            strides = [(p.stride(), p.grad.stride()) for p in model.parameters() if p.grad is not None]
+            assert len(strides) == 3
+            optimizer.step()
+            optimizer.zero_grad()
+        sync.detach()
+        return strides
+
+    for strides in on_threads(2, live):
+        assert all(own == gradient for own, gradient in strides)

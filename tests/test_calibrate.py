@@ -34,6 +34,7 @@ from syncline.training.calibrate import (
     gather_times,
     median_of,
 )
+from syncline.training.layer_updates import parameters_by_layer, timed_updates
 from syncline.training.step import Worker
 from syncline.workload.recorded import ComputeTimes
 from syncline.workload.sharding import Sharding
@@ -77,6 +78,8 @@ def test_every_layer_and_gradient_of_every_rank_is_timed() -> None:
             assert list(step.layers) == ["body.0", "body.1", "twice", "last"]
             assert set(step.ready) == {"last.weight", "last.bias", "twice.weight", "twice.bias", "body.1.bias"}
             assert max(step.ready.values()) == pytest.approx(step.phases["backward"])
+            assert set(step.updates) == set(step.ready)
+            assert step.phases["update"] > 0
         assert times == found[0][1]
     times = found[0][1]
     kinds = [layer.kind for layer in times.forward]
@@ -89,6 +92,8 @@ def test_every_layer_and_gradient_of_every_rank_is_timed() -> None:
         "twice.running_var",
         "twice.num_batches_tracked",
     ]
+    assert sum(one.update_s or 0.0 for one in times.backward) == pytest.approx(times.update_s, abs=1e-7)
+    assert all(one.update_s for one in times.backward)
     assert [one.rank for one in times.ranks] == [0, 1]
     for one in times.ranks:
         assert one.forward_s > 0
@@ -114,7 +119,7 @@ def test_slow_model_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_late_rank_ends_it_for_all() -> None:
     def on_rank(comm: Communicator, _: EventLog) -> tuple[bool, bool]:
         started = -1e9 if comm.rank == 1 else time.monotonic()
-        taken = [StepTimes({}, {}, {})]
+        taken = [StepTimes({}, {}, {}, {})]
         return module._someone_is_late(comm, taken, started), module._someone_is_late(comm, [], started)
 
     assert on_threads(3, on_rank) == [(True, False)] * 3
@@ -123,11 +128,12 @@ def test_one_late_rank_ends_it_for_all() -> None:
 def test_medians_over_ranks_in_the_order_of_readiness() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     trained = ["0.weight", "0.bias", "2.weight", "2.bias"]
-    # data, forward, backward, rest, update; two layers and one never called; four moments, one without a gradient.
+    # data, forward, backward, rest, update; two layers and one never called; four moments, one without a gradient;
+    # their updates.
     rows = [
-        [1.0, 10.0, 20.0, 0.5, 4.0, 3.0, math.nan, 2.0, 20.0, 18.0, 6.0, math.nan],
-        [3.0, 30.0, 40.0, 1.5, 6.0, 5.0, math.nan, 4.0, 40.0, 38.0, 8.0, math.nan],
-        [2.0, 20.0, 30.0, 1.0, 5.0, 4.0, math.nan, 3.0, 30.0, 28.0, 7.0, math.nan],
+        [1.0, 10.0, 20.0, 0.5, 4.0, 3.0, math.nan, 2.0, 20.0, 18.0, 6.0, math.nan, 1.0, 1.0, 2.0, math.nan],
+        [3.0, 30.0, 40.0, 1.5, 6.0, 5.0, math.nan, 4.0, 40.0, 38.0, 8.0, math.nan, 1.0, 3.0, 9.0, math.nan],
+        [2.0, 20.0, 30.0, 1.0, 5.0, 4.0, math.nan, 3.0, 30.0, 28.0, 7.0, math.nan, 1.0, 2.0, 7.0, math.nan],
     ]
     times = compute_times(model, ["0", "1", "2"], trained, ["2", "0"], rows, {"samples": 8})
     assert [(one.layer, one.kind, one.seconds) for one in times.forward] == [
@@ -136,8 +142,26 @@ def test_medians_over_ranks_in_the_order_of_readiness() -> None:
     assert [(one.parameter, one.seconds) for one in times.backward] == [
         ("2.weight", 7.0), ("0.bias", 21.0), ("0.weight", 2.0)
     ]  # fmt: skip
+    # 7, 2 and 1 of the median update, 5.
+    assert [one.update_s for one in times.backward] == [3.5, 1.0, 0.5]
     assert (times.data_s, times.update_s, times.forward_s, times.backward_s) == (2.0, 5.0, 20.0, 31.0)
     assert [(one.forward_s, one.backward_s) for one in times.ranks] == [(10.0, 20.5), (30.0, 41.5), (20.0, 31.0)]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_updates_are_timed_layer_by_layer_and_leave_the_weights(kind: type[torch.optim.Optimizer]) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1), nn.Linear(1, 1))
+    optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.1)  # type: ignore[call-arg]
+    model[:3](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    layers = parameters_by_layer(model)
+    assert [list(layer) for layer in layers] == [[f"{n}.weight", f"{n}.bias"] for n in (0, 2, 3)]
+    seconds = timed_updates(optimizer, layers)
+    assert set(seconds) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert seconds["0.weight"] == pytest.approx(2 * seconds["0.bias"])  # one layer's time, by size
+    assert [torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)] == [True] * 6
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1]
 
 
 def test_shards_are_of_whole_batches_from_as_many_epochs_as_it_takes() -> None:

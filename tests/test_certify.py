@@ -16,6 +16,7 @@ from syncline.measure.certify import CLOSE, Certificate, Certifier, Verdict, jud
 from syncline.spans import EventLog
 from syncline.sync import GradientSync, make_sync
 from syncline.sync.after_backward import AfterBackward, AllReduce
+from syncline.sync.ahead import Ahead
 from syncline.workload.models import build_model
 from syncline.workload.sharding import Shard, Sharding
 
@@ -77,6 +78,31 @@ def test_right_methods_pass(method: str, world_size: int) -> None:
     if method in IN_RANK_ORDER:
         assert certificate.sequential.status == "bitwise"
         assert certificate.drift == 0.0
+
+
+def test_ahead_is_certified_without_its_barrier() -> None:
+    """Its tripwires are in place of gradients after backward, and its updates are late."""
+    went_on = []
+
+    class Watched(Ahead):
+        def finish_for_update(self) -> None:
+            super().finish_for_update()
+            went_on.append(self._pending)
+
+    for world_size in (2, 3):
+        certificate = on_rank_0(world_size, lambda comm: Watched(comm, barrier=False, chunk_mb=0.01))
+        assert certificate.passed
+        assert certificate.drift < 1e-5
+    assert went_on.count(True) >= 2 * 2 + 3 * 2
+
+
+def test_ahead_that_changes_a_sum_on_its_way_is_not_certified() -> None:
+    class Hasty(Ahead):
+        def _divide(self, number: int) -> None:
+            if not self._waits:
+                self._range(self.layout.buckets[number]).mul_(1.001)
+
+    assert not on_rank_0(2, lambda comm: Hasty(comm, barrier=False, chunk_mb=0.01)).passed
 
 
 @pytest.mark.parametrize("method", ["gather-scatter", "all-reduce"])

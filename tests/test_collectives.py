@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from syncline.collectives.execute import Executor, rank_rounds
+from syncline.collectives.execute import Executor
 from syncline.collectives.patterns import PATTERNS, make_schedule
-from syncline.collectives.schedule import Round, Schedule, ScheduleError, Transfer, check, chunk_bounds
+from syncline.collectives.schedule import Round, Schedule, ScheduleError, Transfer, check, chunk_bounds, rank_rounds
 from syncline.comm import Communicator
 from syncline.comm.communicator import Operation, Work, Wrapper
 from syncline.comm.threads import run_threads

@@ -109,7 +109,8 @@ def transfer_of_another_dtype(comm: Communicator, _: EventLog) -> CommunicationE
 def test_mismatched_transfer_over_gloo_is_an_error_of_the_receiver() -> None:
     error = on_processes(2, transfer_of_another_dtype)[1]
     assert isinstance(error, ContractError)
-    assert "rank 0 calls transfer float32 [3]; rank 1 calls transfer int64 [3]" in str(error)
+    assert "rank 0 calls transfer float32 [3] at " in str(error)
+    assert "; rank 1 calls transfer int64 [3] at " in str(error)
 
 
 def deviate_in_step_2(comm: Communicator, log: EventLog) -> CommunicationError | None:
@@ -124,7 +125,7 @@ def deviate_in_step_2(comm: Communicator, log: EventLog) -> CommunicationError |
 
 @pytest.mark.usefixtures("quick_stalls")
 def test_mismatch_that_appears_in_a_later_step_is_found() -> None:
-    error = on_threads(2, deviate_in_step_2, deadline_s=2)[1]
+    error = on_threads(2, deviate_in_step_2, deadline_s=5)[1]
     assert isinstance(error, ContractError)
     assert error.step == 2
     assert "rank 0 calls all_reduce float32 [3] as in earlier steps" in str(error)

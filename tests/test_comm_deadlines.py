@@ -45,12 +45,12 @@ def assert_rank_2_is_missed(errors: list[CommunicationError | None]) -> None:
 @pytest.mark.usefixtures("quick_stalls")
 @pytest.mark.parametrize("known", [False, True])
 def test_deadline_names_place_and_missing_rank(known: bool) -> None:
-    assert_rank_2_is_missed(on_threads(3, lambda comm, log: leave_rank_2_out(comm, log, known), deadline_s=1.5))
+    assert_rank_2_is_missed(on_threads(3, lambda comm, log: leave_rank_2_out(comm, log, known), deadline_s=4))
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_deadline_over_gloo_names_place_and_missing_rank(known: bool) -> None:
-    assert_rank_2_is_missed(on_processes(3, lambda comm, log: leave_rank_2_out(comm, log, known), deadline_s=3))
+    assert_rank_2_is_missed(on_processes(3, lambda comm, log: leave_rank_2_out(comm, log, known), deadline_s=6))
 
 
 def test_deadline_shorter_than_a_poll_does_not_blame_the_ranks_that_came() -> None:
@@ -70,14 +70,14 @@ def test_rank_that_gave_up_first_is_not_missing() -> None:
             comm.store.wait(["given up 0", "given up 1"], timedelta(seconds=60))
             return None
         if comm.rank == 0:
-            time.sleep(0.5)  # rank 1's deadline passes first, and it is gone when rank 0 looks
+            time.sleep(2)  # rank 1's deadline passes first, and it is gone when rank 0 looks
         with comm.scope("gradients"):
             error = caught(lambda: comm.all_reduce(torch.ones(3)))
         comm.store.set(f"given up {comm.rank}", "")
         comm.store.wait(["given up 0"], timedelta(seconds=60))
         return error
 
-    errors = on_threads(3, live, deadline_s=1.0)
+    errors = on_threads(3, live, deadline_s=4)
     assert [str(error.message).partition("missing: ")[2] for error in errors[:2] if error] == ["rank 2.", "rank 2."]
 
 
@@ -95,7 +95,7 @@ def test_deadline_of_a_receive_names_the_sender_only(known: bool) -> None:
                     comm.send(torch.ones(3), 0).wait()
         return None
 
-    error = on_threads(3, live, deadline_s=0.7)[0]
+    error = on_threads(3, live, deadline_s=3)[0]
     assert isinstance(error, DeadlineError)
     assert str(error.message).endswith("missing: rank 2.")
     assert "transfer float32 [3] of part" in str(error)
@@ -132,6 +132,7 @@ def leave_early(comm: Communicator, _: EventLog) -> CommunicationError | None:
 def test_lost_process_is_a_lost_peer() -> None:
     error = on_processes(2, leave_early)[0]
     assert isinstance(error, PeerLostError)
+    assert "rank 1 has finished; rank 0 waits." in str(error)
     assert "all_reduce float32 [3] of bias" in str(error)
 
 

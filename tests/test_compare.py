@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from syncline.jobs import in_blocks
 from syncline.measure import comparison
 from syncline.measure.comparison import Comparison, Contender, compare_rows, contenders
 from syncline.plan import Plan
+from syncline.report.terminal import comparison_table
 from syncline.spans import EventLog
 from syncline.workload.models import build_model, usual_task
 
@@ -28,7 +30,7 @@ SECONDS = {
 
 def rows_of(seconds: dict[str, list[float]], plan: Plan = PLAN) -> dict[str, dict[str, object]]:
     entries = [Contender(label, label, threads=1) for label in seconds]
-    rows = compare_rows(plan, entries, list(seconds.values()), [1.5] * len(entries), usual_task("cnn"))
+    rows = compare_rows(plan, entries, list(seconds.values()), [1.5] * len(entries), usual_task("cnn"), 10_000)
     return {row["label"]: row for row in rows}
 
 
@@ -44,6 +46,32 @@ def test_single_is_shown_with_one_workers_threads_and_with_all_cores() -> None:
 
 def test_single_is_shown_once_where_a_worker_has_all_cores() -> None:
     assert [one.label for one in contenders(["ddp", "single"], threads=4, cores=4)] == ["ddp", "single"]
+
+
+def test_method_may_take_part_with_several_settings() -> None:
+    words = ["ddp", "ddp:bucket_cap_mb=5.0", 'ahead:barrier=false:transfer_dtype="bf16"']
+    found = contenders(words, threads=1, cores=1)
+    assert [(one.label, one.method, one.options) for one in found] == [
+        ("ddp", "ddp", {}),
+        ("ddp, bucket_cap_mb=5.0", "ddp", {"bucket_cap_mb": 5.0}),
+        ("ahead, barrier=false, transfer_dtype=bf16", "ahead", {"barrier": False, "transfer_dtype": "bf16"}),
+    ]
+
+
+@pytest.mark.usefixtures("_one_model_for_all")
+def test_prediction_of_a_method_that_plans_its_transfers_is_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan(model="cnn", workers=2, global_batch=4, steps=4, measure={"warmup": 12, "block": 4})
+
+    def live(comm: Communicator, log: EventLog) -> list[dict[str, Any]]:
+        entries = contenders(["bucketed", "ahead", "ahead:barrier=true"], threads=1, cores=1)
+        return Comparison(plan, entries, comm, small_batches(), torch.device("cpu"), log, Watching()).run()
+
+    bucketed, planned, barrier = on_threads(2, live)[0]
+    assert "predicted" not in bucketed
+    assert "predicted" not in barrier  # it was asked for: there is nothing to plan
+    assert planned["predicted"]["step_s"] > 0
+    comparison_table([planned], title="", steps=4, warmup=12, block=4)
+    assert "ahead: predicted" in capsys.readouterr().out
 
 
 def test_warm_up_is_cut_and_the_median_counts() -> None:

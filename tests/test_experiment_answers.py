@@ -55,7 +55,7 @@ def sampled(name: str, same: float, seen: float) -> Row:
 def test_what_set_epoch_changes() -> None:
     told = sampled("DistributedSampler, set_epoch", 0.0, 0.875)
     said = say("set-epoch", [sampled("DistributedSampler", 1.0, 0.5), told, sampled("Syncline", 0.0, 0.88)])
-    assert said.startswith("Without set_epoch every epoch repeats the first")
+    assert said.startswith("Because without set_epoch every epoch repeats the first")
     assert "sees only 50% of the training set" in said
     assert "With set_epoch 0% of its batches repeat, and it sees 88%." in said
     assert said.endswith("as an argument: 0% and 88%.")
@@ -73,7 +73,7 @@ def sent(batch_norm: str, start: str = "same", classes: str = "all", **figures: 
 def test_what_travels_besides_gradients() -> None:
     said = say("what-travels", [sent("local"), sent("broadcast", buffers=5600), sent("sync", statistics=22_000)])
     assert said == (
-        "Before the first step rank 0 sends 2.1 MB, all its weights and buffers; each step then sends 2.0 MB of "
+        "No. Before the first step rank 0 sends 2.1 MB, all its weights and buffers; each step then sends 2.0 MB of "
         "gradients, and with batch norm local nothing else; with batch norm broadcast 5.6 kB of buffers; with batch "
         "norm sync 22.0 kB of statistics."
     )
@@ -85,6 +85,7 @@ def test_what_drifts_if_only_gradients_are_sent() -> None:
     apart = sent("local", "different", weights_apart=0.69, means_apart=0.7, accuracy_0=0.4)
     rows = [sent("local", means_apart=0.01), sent("local", classes="half", means_apart=0.05), apart, sent("sync")]
     said = say("only-gradients", rows)
+    assert said.startswith("No. Ranks that start from different weights")
     assert "stay 69% apart and end as two models (accuracy 40.0% and 50.0%)" in said
     assert "means of batch norm drift 1.0% apart (5.0% if each rank sees only half of the classes)" in said
     assert "with statistics of the global batch (sync), nothing drifts" in said

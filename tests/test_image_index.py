@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from image_folders import class_folder, picture
 
 from syncline.errors import DataError
 from syncline.workload.data import image_index
+from syncline.workload.data.file_batches import FileBatches
 from syncline.workload.data.image_index import digest, read_index, update_index
 
 Looked = list[str]
@@ -110,3 +112,30 @@ def test_cache_that_cannot_be_written_is_named(folder: Path, tmp_path: Path) -> 
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="XDG_CACHE_HOME"):
         update_index("folder", folder, tmp_path / "file" / "cache")
+
+
+def test_pipe_among_the_images_is_left_out_and_not_waited_for(folder: Path, cache: Path) -> None:
+    os.mkfifo(folder / "train" / "a" / "pipe.png")
+    index, _ = update_index("folder", folder, cache)
+    assert len(index.train) == 7
+    assert index.counts == {"unreadable": 1}
+
+
+def test_image_that_rots_unnoticed_becomes_grey_is_marked_and_keeps_its_number(folder: Path, cache: Path) -> None:
+    index, _ = update_index("folder", folder, cache)
+    path = folder / index.test.path(1)
+    before = path.stat()
+    path.write_bytes(bytes(before.st_size))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    batches = FileBatches(index, size=8, seed=0, channels_last=False)
+    with pytest.warns(UserWarning, match="was good and cannot be read now"):
+        images, labels = batches.test(0, 4)
+    assert images[1].abs().max() < 0.02
+    assert images[0].abs().max() > 0.1
+    assert torch.equal(batches.test(0, 4)[1], labels)  # and no second warning
+    again, done = update_index("folder", folder, cache)
+    assert "No file has changed" in done
+    assert digest(again) == digest(index)
+    assert f"Grey stands for {index.test.path(1)}, no longer readable" in again.source
+    picture(path)
+    assert "Grey" not in update_index("folder", folder, cache)[0].source

@@ -73,7 +73,7 @@ def test_a_study_runs_to_its_report(finished: tuple[Path, str]) -> None:
     assert re.fullmatch(r"estimate: about .* of memory", lines[2])
     assert lines[-1] == "report runs/lab-small/report/index.html"
     report = folder / "runs" / "lab-small" / "report"
-    assert (report / "index.html").stat().st_size > 1_000_000, "plotly is inside"
+    assert 600_000 < (report / "index.html").stat().st_size < 1_500_000, "the plotting library is inside, packed"
     assert "### Step time" in (report / "report.md").read_text()
     assert (report / "figures" / "loss.svg").exists()
 
@@ -93,10 +93,12 @@ def test_a_report_is_written_from_stored_runs_alone(finished: tuple[Path, str], 
     cells = sorted((folder / "runs" / "lab-small" / "cells").glob("learn*"))
     single = cli("report", *cells, "-o", "runs-report", cwd=folder)
     assert single.returncode == 0, single.stderr
-    assert "| bucketed | 2 |" in (folder / "runs-report" / "report.md").read_text()
+    assert re.search(
+        r"^\| bucketed(<sup>[a-z,]+</sup>)? \| 2 \|", (folder / "runs-report" / "report.md").read_text(), re.MULTILINE
+    )
 
 
-def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, cli: Cli) -> None:
     study = write_study(tmp_path, steps=100_000)
     process = subprocess.Popen(
         [SYNCLINE, "lab", study], cwd=tmp_path, env=cli_environment(), start_new_session=True,
@@ -116,6 +118,10 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
         path.name for path in cells.iterdir() if json.loads((path / "run.json").read_text())["status"] == "finished"
     ]
     assert [name.partition("-")[0] for name in finished] == ["time"]
+    assert cli("report", "runs/lab-small", cwd=tmp_path).returncode == 0
+    said = (tmp_path / "report" / "report.md").read_text()
+    assert f"## Finish it\n\n```\nsyncline lab {study}\n```" in said
+    assert "- not finished: learn: method ddp; learn: method bucketed" in said
 
 
 def test_one_scaling_curve(cli: Cli, tmp_path: Path) -> None:
@@ -126,7 +132,8 @@ def test_one_scaling_curve(cli: Cli, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Scaling of all-reduce at one batch per worker (weak)" in done.stdout
     assert re.search(r"^ 1 +single ", done.stdout, re.MULTILINE), "the baseline row is in the table"
-    assert "times as many samples a second as one worker" in done.stdout
+    said = ("times as many samples a second as one worker", "No answer: other programs took")
+    assert any(words in done.stdout for words in said), "the machine may be busy"
     assert (tmp_path / "work" / "runs" / "scale-all-reduce-weak-1-2" / "report" / "index.html").exists()
 
 
@@ -134,7 +141,8 @@ def test_one_scaling_curve(cli: Cli, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["lab", "cs745"], "'cs745' is neither a lab nor a file"),
-        (["lab", "cs744", "--hosts", "4"], "--hosts and --link go together"),
+        (["lab", "hpml-dataparallel", "--hosts", "4"], "--hosts and --link go together"),
+        (["lab", "cs744", "--loopback", "--link", "1gbit"], "--loopback contradicts --hosts and --link"),
         (["scale", "--workers", "many"], "not a list of numbers"),
         (["scale", "--method", "dpp"], "Did you mean 'ddp'?"),
         (["report", "nowhere"], "not a run folder"),

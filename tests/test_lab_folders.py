@@ -47,18 +47,20 @@ def test_the_lab_of_the_docs_runs_as_written(agree: Path, cli: Cli) -> None:
     (command,) = re.findall(r"^Run it:\n\n    syncline (.*)$", DOCS, re.MULTILINE)
     done = cli(*command.split(), cwd=agree.parent)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^A second worker (pays off|does not pay off): \d+\.\d\d times", done.stdout, re.MULTILINE)
+    said = r"(Measured with .+: )?A second worker (pays off|does not pay off): \d+\.\d\d times"
+    refused = r"No answer: other programs took \d+% of the cores"  # where others keep this machine busy
+    assert re.search(rf"^({said}|{refused})", done.stdout, re.MULTILINE)
     report = agree.parent / "runs" / "lab-agree-quick" / "report" / "report.md"
     text = report.read_text()
     assert re.search(r"^\| 1000000 \| [\d.]+ [mµ]?s \|$", text, re.MULTILINE), "rows of the experiment"
-    assert re.search(r"% of the step of two workers\.", text)
+    assert re.search(rf"% of the step of two workers\.|{refused}", text)
     page = report.with_name("index.html").read_text()
     assert "Median time of one all-reduce on rank 0." in page, "the definition of its own value"
 
     change(agree / "answers.py", "A second worker {verdict}", "Two workers: it {verdict}")
     again = cli("report", "runs/lab-agree-quick", "-o", "other", cwd=agree.parent)
     assert again.returncode == 0, again.stderr
-    assert "Two workers: it" in (agree.parent / "other" / "report.md").read_text()
+    assert re.search(rf"Two workers: it|{refused}", (agree.parent / "other" / "report.md").read_text())
 
     change(agree / "experiments.py", "(1, 1_000_000)", "(1, 1_000)")
     rerun = cli(*command.split(), cwd=agree.parent)

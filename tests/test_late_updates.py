@@ -114,7 +114,10 @@ def test_what_looks_at_all_gradients_at_once_or_at_none_of_ours_is_refused_with_
 
     model = net()
     trained = list(model.named_parameters())
-    assert why_not(torch.optim.AdamW(model.parameters()), trained) is None
-    assert "LBFGS" in str(why_not(torch.optim.LBFGS(model.parameters()), trained))
-    assert "Own" in str(why_not(Own(model.parameters()), trained))
-    assert "parameter 2.bias is not in" in str(why_not(torch.optim.SGD([*model.parameters()][:-1]), trained))
+    assert why_not(torch.optim.AdamW(model.parameters()), model, trained) is None
+    assert "LBFGS" in str(why_not(torch.optim.LBFGS(model.parameters()), model, trained))
+    own = Own(model.parameters())
+    assert "Own" in str(why_not(own, model, trained))
+    own.per_parameter = True  # type: ignore[attr-defined]
+    assert why_not(own, model, trained) is None
+    assert "parameter 2.bias is not in" in str(why_not(torch.optim.SGD([*model.parameters()][:-1]), model, trained))

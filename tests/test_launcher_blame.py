@@ -8,14 +8,29 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import launcher_programs as programs
 import pytest
 import torch.distributed as dist
 
-from syncline.errors import ContractError, DeadlineError, PlanError, RankFailed, UsageError
-from syncline.launcher.adopt import placement_from_environment
-from syncline.launcher.outcome import Ending, OutcomeFile, judge, kind_of, read_outcome
+from syncline.comm.torch_backend import _Start
+from syncline.errors import (
+    ContractError,
+    DeadlineError,
+    PeerLostError,
+    PlanError,
+    RankFailed,
+    SynclineError,
+    UsageError,
+)
+from syncline.launcher import outcome
+from syncline.launcher.adopt import Placement, placement_from_environment
+from syncline.launcher.here import host_ranks, run_ranks
+from syncline.launcher.outcome import Ending, OutcomeFile, Patience, judge, kind_of, read_outcome
 
 TORCHRUN = {
     "RANK": "5",
@@ -110,11 +125,15 @@ def test_first_final_state_stands(tmp_path: Path) -> None:
     assert (final.state, final.message, final.pid) == ("raised", "first", os.getpid())
 
 
+def judged(log_dir: Path, endings: list[Ending], *, keeps_logs: bool) -> SynclineError:
+    return judge(log_dir, dict(enumerate(endings)), keeps_logs=keeps_logs)
+
+
 def test_own_failure_comes_before_earlier_echo(tmp_path: Path) -> None:
     OutcomeFile(tmp_path, 0).raised(DeadlineError("late"))
     OutcomeFile(tmp_path, 1).raised(ValueError("mine"))
     OutcomeFile(tmp_path, 2).raised(ValueError("mine too"))
-    error = judge(tmp_path, [WELL, WELL, WELL], keeps_logs=False)
+    error = judged(tmp_path, [WELL, WELL, WELL], keeps_logs=False)
     assert str(error) == "[rank 1] ValueError: mine (1 other rank failed too)"
 
 
@@ -124,7 +143,7 @@ def test_process_killed_by_another_is_told_from_those_that_the_launcher_ended(tm
     OutcomeFile(tmp_path, 0).raised(DeadlineError("late"))
     by_us = Ending(exit_code=-9, last_alive=1.0, asked=True, forced=True)
     by_others = Ending(exit_code=-9, last_alive=3.0, asked=True, forced=False)
-    error = judge(tmp_path, [WELL, by_us, by_others], keeps_logs=False)
+    error = judged(tmp_path, [WELL, by_us, by_others], keeps_logs=False)
     assert isinstance(error, RankFailed)
     assert error.rank == 2
     assert "SIGKILL" in str(error)
@@ -133,13 +152,13 @@ def test_process_killed_by_another_is_told_from_those_that_the_launcher_ended(tm
 
 def test_rank_that_never_started_is_blamed(tmp_path: Path) -> None:
     OutcomeFile(tmp_path, 0)
-    error = judge(tmp_path, [TOLD_TO_STOP, Ending(1, 0.0, False, False)], keeps_logs=False)
+    error = judged(tmp_path, [TOLD_TO_STOP, Ending(1, 0.0, False, False)], keeps_logs=False)
     assert (error.rank, "before it could start" in str(error)) == (1, True)
 
 
 def test_all_stopped_is_still_an_error(tmp_path: Path) -> None:
     OutcomeFile(tmp_path, 0).stopped("SIGINT")
-    assert "from outside" in str(judge(tmp_path, [TOLD_TO_STOP], keeps_logs=False))
+    assert "from outside" in str(judged(tmp_path, [TOLD_TO_STOP], keeps_logs=False))
 
 
 def test_usage_error_survives_an_unpicklable_attribute(tmp_path: Path) -> None:
@@ -147,7 +166,7 @@ def test_usage_error_survives_an_unpicklable_attribute(tmp_path: Path) -> None:
     error.__dict__["handle"] = (tmp_path / "open").open("w")
     OutcomeFile(tmp_path, 0).raised(error)
     error.__dict__["handle"].close()
-    assert str(judge(tmp_path, [WELL], keeps_logs=False)) == "bad key Remove it."
+    assert str(judged(tmp_path, [WELL], keeps_logs=False)) == "bad key Remove it."
 
 
 def test_log_files_are_named_where_they_stay(tmp_path: Path) -> None:
@@ -156,14 +175,14 @@ def test_log_files_are_named_where_they_stay(tmp_path: Path) -> None:
     OutcomeFile(tmp_path, 1).raised(ValueError("mine"))
     for stream in ("stdout", "stderr"):
         (tmp_path / f"rank-1.{stream}.log").touch()
-    assert str(judge(tmp_path, [WELL, WELL], keeps_logs=True)) == "[rank 1] ValueError: mine"
+    assert str(judged(tmp_path, [WELL, WELL], keeps_logs=True)) == "[rank 1] ValueError: mine"
     (tmp_path / "rank-1.stderr.log").write_text("words")
-    assert "rank-1.stderr.log" not in str(judge(tmp_path, [WELL, WELL], keeps_logs=False))
-    error = judge(tmp_path, [WELL, WELL], keeps_logs=True)
+    assert "rank-1.stderr.log" not in str(judged(tmp_path, [WELL, WELL], keeps_logs=False))
+    error = judged(tmp_path, [WELL, WELL], keeps_logs=True)
     assert error.action == f"Its output is in {tmp_path}/rank-1.stderr.log."
     OutcomeFile(tmp_path, 0).raised(ValueError("mine"))
     OutcomeFile(tmp_path, 1).finished()
-    assert judge(tmp_path, [WELL, WELL], keeps_logs=True).action == f"Other ranks' output is in {tmp_path}."
+    assert judged(tmp_path, [WELL, WELL], keeps_logs=True).action == f"Other ranks' output is in {tmp_path}."
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -187,6 +206,75 @@ def test_rank_of_another_launcher_ends_with_its_parent(number: int, tmp_path: Pa
     assert (tmp_path / "note").exists()
 
 
+def test_fork_server_ends_without_taking_torch_apart_and_ranks_end_as_ever() -> None:
+    """The first exit function to be registered is the last to run: the server does not come to it, its child does."""
+    program = (
+        "import atexit, os, sys; atexit.register(os.write, 1, b'end of %s' % sys.argv[1].encode())\n"
+        "import syncline.launcher.quick_end\n"
+        "if sys.argv[1] == 'rank' and os.fork(): os.wait()\n"
+    )
+    said = {
+        who: subprocess.run([sys.executable, "-c", program, who], capture_output=True, check=True, timeout=60).stdout
+        for who in ("server", "rank")
+    }
+    assert said == {"server": b"", "rank": b"end of rank"}
+
+
+@pytest.mark.parametrize(
+    ("error", "longest"), [(DeadlineError("late"), 0.5), (PeerLostError("the connection broke"), 2.0)]
+)
+def test_cause_has_less_time_to_show_after_a_deadline(
+    error: Exception, longest: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was waited for has had the deadline."""
+    now = [100.0]
+    monkeypatch.setattr(outcome, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    OutcomeFile(tmp_path, 0).raised(error)
+    OutcomeFile(tmp_path, 1)
+    patience = Patience(tmp_path)
+    assert not patience.is_over({0: 1, 1: None})
+    now[0] += longest - 0.1
+    assert not patience.is_over({0: 1, 1: None})
+    now[0] += 0.2
+    assert patience.is_over({0: 1, 1: None})
+
+
 def test_outcome_file_is_plain_json(tmp_path: Path) -> None:
     OutcomeFile(tmp_path, 3).finished()
     assert json.loads((tmp_path / "outcomes" / "rank-3.json").read_text())["state"] == "finished"
+
+
+def test_rank_that_is_stopped_at_the_start_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would name a key of its store."""
+    monkeypatch.setattr(host_ranks, "_STOP_SECONDS", 200)  # for ranks that can answer
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(programs.stop_at_start, (1, 2.0), workers=3, log_dir=None)
+    assert "DeadlineError: " in str(caught.value)
+    assert "rank 1 did not join the others within 2 s." in str(caught.value)
+    assert "Rank 1 had been stopped (SIGSTOP, Ctrl-Z or a debugger)." in str(caught.value)
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_rank_that_does_not_connect_is_named_by_those_that_waited(frozen: int) -> None:
+    """As after torch's own error: ranks that give up say so, and the others are what they waited for."""
+    store = dist.HashStore()
+
+    def live(rank: int) -> str:
+        place = replace(PLACE, rank=rank)
+        if rank == frozen:
+            return ""
+        try:
+            _Start(store, place, 10.0).wait_for_all("tried", 0.3, "did not connect to the others")
+        except DeadlineError as error:
+            return str(error)
+        return "all came"
+
+    with ThreadPoolExecutor() as pool:
+        told = list(pool.map(live, range(4)))
+    for rank in {0, 1, 2, 3} - {frozen}:
+        host = "ab"[frozen // 2]
+        expected = f"[rank {rank}] rank {frozen} on host {host} did not connect to the others within 10 s."
+        assert told[rank].startswith(expected)
+
+
+PLACE = Placement(0, 4, 0, 2, 0, 2, "127.0.0.1", 1, "syncline", "run", host_names=("a", "b"))

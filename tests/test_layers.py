@@ -15,8 +15,8 @@ PACKAGE = Path(syncline.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 GROUND = (
-    "errors", "files", "units", "machine", "forms", "words", "methods", "optimizers", "plan",
-    "spans", "events", "marks", "voice",
+    "errors", "files", "folders", "units", "machine", "forms", "words", "methods", "optimizers", "plan",
+    "spans", "blocks", "block_file", "events", "stored", "marks", "voice", "readiness",
 )  # fmt: skip
 STAGES = (
     "launcher",
@@ -26,6 +26,7 @@ STAGES = (
     "predict",
     "sync",
     "training",
+    "remote",
     "store",
     "results",
     "accounting",
@@ -40,7 +41,9 @@ ROOTS = (
     "rank",
     "jobs",
     "running",
+    "reaching",
     "studies",
+    "teaching",
     "resolve",
     "world",
     "shares",
@@ -53,6 +56,7 @@ ROOTS = (
     "metrics",
     "saving",
     "recording",
+    "horovod",
     "cli",
     "__init__",
     "__main__",

@@ -10,7 +10,8 @@ import pytest
 
 from syncline.comm.threads import run_threads
 from syncline.launcher.emulation import EmulatedCluster
-from syncline.measure.load import LoadMeter, busy_seconds, machine_number, other_share, own_seconds
+from syncline.machine import busy_seconds
+from syncline.measure.load import LoadMeter, machine_number, other_share, own_seconds
 
 pytestmark = pytest.mark.xdist_group("measures")
 
@@ -30,6 +31,18 @@ def test_a_system_that_does_not_tell() -> None:
     assert other_share([]) is None
 
 
+def test_work_of_grandchildren_is_counted_as_own() -> None:
+    """A Spark's tasks are children of a child of its."""
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}])"
+    before = own_seconds()
+    with subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # both live
+        assert own_seconds() - before >= 0.25
+        child.communicate(b"\n")
+
+
 def test_own_work_is_counted_as_own() -> None:
     before, busy = own_seconds(), busy_seconds()
     end = time.process_time() + 0.2
@@ -45,7 +58,7 @@ def test_emulated_hosts_are_one_machine() -> None:
         process = cluster.popen(1, [sys.executable, "-c", code], stdout=subprocess.PIPE)
         assert process.stdout is not None
         there = float(process.stdout.read())
-        process.wait(20)
+        process.wait(60)
         process.close()
     assert there == machine_number()
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from helpers import expected_mean, gradients, integer_loss, integer_model, on_th
 from syncline import worker
 from syncline.comm import Communicator
 from syncline.comm.mpi_backend import connect_mpi
-from syncline.errors import PlanError, RankFailed, UsageError
+from syncline.errors import DeadlineError, PlanError, RankFailed, UsageError
 from syncline.launcher.adopt import is_rank_variable, placement_from_environment
 from syncline.launcher.here import run_ranks
 from syncline.launcher.mpi import mpiexec_command, run_ranks_mpi
@@ -165,14 +166,60 @@ def test_every_verb_is_exact_and_what_cannot_work_is_refused(workers: int) -> No
         assert found["place"] == (rank, workers, 0)
         assert "MPI cannot add up bfloat16" in found["half"]
         assert 'options.collective = "ring"' in found["half"]
+        assert found["open to others"] == []
         assert found["segments"] == [], "shared memory that a killed rank would leave behind"
         if workers > 1:
-            assert "rank 0 calls all_reduce float32 [3]; rank 1 calls all_reduce float64 [3]" in found["contract"]
+            for number, dtype in ((0, "float32"), (1, "float64")):
+                assert f"rank {number} calls all_reduce {dtype} [3] at " in found["contract"]
 
 
 @needs_mpi
 def test_wait_ends_at_the_deadline_without_burning_a_core() -> None:
     assert run_ranks_mpi(programs.late, workers=2, log_dir=None) == ["DeadlineError('the deadline passed.')", ""]
+
+
+@needs_mpi
+def test_rank_that_is_stopped_at_the_start_is_named_and_ended_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without a deadline MPI's start would wait for ever."""
+    with pytest.raises(DeadlineError, match=r"^MPI did not start within 2 s; missing: rank 1\. "):
+        run_ranks_mpi(programs.stopped_at_start, workers=2, log_dir=tmp_path)
+
+
+@needs_mpi
+def test_rank_0_that_is_stopped_is_named_and_ended_at_the_deadline(tmp_path: Path) -> None:
+    """Its store would answer nobody: the launcher's does."""
+    with pytest.raises(RankFailed, match=r"\[rank 1\] DeadlineError: .* did not end .*; missing: rank 0\. "):
+        run_ranks_mpi(programs.stopped_later, workers=2, log_dir=tmp_path)
+
+
+@needs_mpi
+def test_start_under_another_mpiexec_has_a_deadline_too(tmp_path: Path) -> None:
+    program = "import mpi_programs; mpi_programs.stopped_at_start()"
+    command = [*mpiexec_command(2), sys.executable, "-c", program]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    before = mpich_segments()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    # MPICH's own, which nobody of ours watches there: a rank that ends while MPI starts leaves it behind.
+    for segment in mpich_segments() - before:
+        if not any(os.fsencode(segment) in read_quietly(maps) for maps in Path("/proc").glob("[0-9]*/maps")):
+            segment.unlink(missing_ok=True)
+    assert done.returncode != 0
+    assert "in connect_mpi" in done.stderr
+
+
+def mpich_segments() -> set[Path]:
+    return set(Path("/dev/shm").glob("mpich_shm_*"))
+
+
+def test_inherited_listener_is_kept_within_the_machine() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as listener:
+        inherited = os.dup(listener.fileno())
+        program = "from syncline.launcher.mpi.supervisor import keep_within_machine as keep; keep()"
+        subprocess.run([sys.executable, "-c", program], pass_fds=[inherited], check=True, timeout=60)
+        os.close(inherited)
+        assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16).startswith(b"lo\0")
 
 
 @needs_mpi
@@ -280,7 +327,7 @@ def launcher_process(
         try:
             wait_until(lambda: len(list(ready.glob("*.pid"))) == workers, 60, "all ranks ready")
             yield process, [int((ready / f"{rank}.pid").read_text()) for rank in range(workers)], family
-            wait_until(lambda: not family(), 10, "nobody left")
+            wait_until(lambda: not family(), 60, "nobody left")
             assert list(scratch.iterdir()) == []
             left = entries(Path("/dev/shm")) - segments
             assert [name for name in left if name.startswith(("mpich", "sm_segment", "ucx"))] == []
@@ -292,7 +339,7 @@ def launcher_process(
 def test_killed_rank_is_blamed(tmp_path: Path) -> None:
     with launcher_process("all_reduce_for_ever", 3, tmp_path) as (process, pids, _):
         os.kill(pids[1], signal.SIGKILL)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
         assert process.returncode == 1
         assert out.startswith("RankFailed: [rank 1] killed by SIGKILL"), out + err
 
@@ -303,7 +350,7 @@ def test_everyone_ends_when_mpiexec_is_killed(tmp_path: Path) -> None:
         (mpiexec,) = [pid for pid in family() if parent_of(pid) == process.pid]
         assert mpiexec not in pids
         os.kill(mpiexec, signal.SIGKILL)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=60)
         assert out.startswith("RankFailed: mpiexec was killed by SIGKILL, and its ranks with it."), out
 
 
@@ -312,14 +359,14 @@ def test_everyone_ends_when_mpiexec_is_killed(tmp_path: Path) -> None:
 def test_everyone_ends_when_the_launcher_is_killed(function: str, tmp_path: Path) -> None:
     with launcher_process(function, 2, tmp_path) as (process, pids, _):
         process.kill()
-        wait_until(lambda: not any_alive(pids), 10, "all ranks gone")
+        wait_until(lambda: not any_alive(pids), 60, "all ranks gone")
 
 
 @needs_mpi
 def test_interrupt_ends_everything_with_one_line(tmp_path: Path) -> None:
     with launcher_process("block_in_a_collective", 2, tmp_path) as (process, pids, _):
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=60)
         assert (out, err) == ("Interrupted: Stopped by Ctrl-C; every rank has ended.\n", "")
         assert process.returncode == 130
         assert not any(map(is_alive, pids))

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import syncline
 from syncline.comm import Communicator
 from syncline.errors import PlanError
+from syncline.folders import LocalFolder
 from syncline.optimizers import Optimizer
 from syncline.plan import Plan, load_plan, parse_plan, stored_plan
 from syncline.spans import EventLog
@@ -43,9 +44,13 @@ def plan_of(name: str, **settings: Any) -> Plan:
     return Plan(model="cnn", optimizer={"name": name, "decay_all": False, **SETTINGS[name], **settings})
 
 
+OPTIONS: dict[str, dict[str, Any]] = {"ahead": {"barrier": False, "chunk_mb": 0.01}}
+"""So that updates happen in the next forward, as they do where the link is slow."""
+
+
 def make_worker(plan: Plan, method: str, comm: Communicator, log: EventLog) -> Worker:
     model = copy.deepcopy(template("cnn"))
-    sync = make_sync(method, comm)
+    sync = make_sync(method, comm, **OPTIONS.get(method, {}))
     batches = small_batches().in_dtype(torch.float64)
     module = sync.attach(model)
     return Worker(model, module, sync, make_optimizer(plan, model), batches, log, **step_settings(plan))
@@ -78,12 +83,13 @@ def test_every_optimiser_has_a_class_and_settings_here() -> None:
 
 @pytest.mark.parametrize("clip_norm", [None, CLIP_NORM])
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("method", ["all-reduce", "bucketed", "shared-memory"])
+@pytest.mark.parametrize("method", ["all-reduce", "bucketed", "shared-memory", "ahead"])
 def test_any_world_takes_the_steps_of_one_worker(name: str, method: str, clip_norm: float | None) -> None:
     def live(comm: Communicator, log: EventLog) -> dict[str, Tensor]:
         worker = make_worker(plan_of(name, clip_norm=clip_norm), method, comm, log)
         for step in range(3):
             train_step(worker, shard_of(comm, 7, step))
+        worker.sync.synchronize()
         return state(worker.model)
 
     expected = one_worker(name, 3, clip_norm)
@@ -116,10 +122,13 @@ def test_short_gradient_is_left_alone() -> None:
     )
 
 
-@pytest.mark.parametrize("method", ["all-reduce", "bucketed"])
+@pytest.mark.parametrize("clip_norm", [None, CLIP_NORM])
+@pytest.mark.parametrize("method", ["all-reduce", "bucketed", "ahead"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_run_continues_from_a_checkpoint_to_the_bit(name: str, method: str, tmp_path: Path) -> None:
-    plan = plan_of(name, clip_norm=CLIP_NORM)
+def test_run_continues_from_a_checkpoint_to_the_bit(
+    name: str, method: str, clip_norm: float | None, tmp_path: Path
+) -> None:
+    plan = plan_of(name, clip_norm=clip_norm)
 
     def steps(worker: Worker, comm: Communicator, first: int, last: int) -> None:
         for step in range(first, last):
@@ -128,11 +137,13 @@ def test_run_continues_from_a_checkpoint_to_the_bit(name: str, method: str, tmp_
     def live(comm: Communicator, log: EventLog) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         whole = make_worker(plan, method, comm, log)
         steps(whole, comm, 0, 2)
-        checkpoint.save(tmp_path, whole, Progress(step=2), comm)
+        checkpoint.save(LocalFolder(tmp_path), plan, whole, Progress(step=2), comm)
         steps(whole, comm, 2, 5)
         again = make_worker(plan, method, comm, log)
-        assert checkpoint.load(tmp_path, again, comm).step == 2
+        assert checkpoint.load(LocalFolder(tmp_path), plan, again, comm).step == 2
         steps(again, comm, 2, 5)
+        for worker in (whole, again):
+            worker.sync.synchronize()
         return state(whole.model), state(again.model)
 
     for whole, again in on_threads(2, live):

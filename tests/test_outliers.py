@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from event_logs import Line, header, phase, rank_step, span, step_of, write_log
 
-from syncline.accounting.breakdown import break_down
 from syncline.accounting.explanation import explain
 from syncline.accounting.outliers import Outliers, find_outliers
-from syncline.events import RankStep, Step
+from syncline.accounting.selection import look_at
+from syncline.events import RankStep, Step, Steps
 from syncline.plan import Plan
 from syncline.store import Run, create_run
 
@@ -25,7 +25,11 @@ def usual(rank: int, at: float = 0.0, **longer: float) -> RankStep:
 
 
 def found_in(steps: list[Step], loader_starts: set[int] | None = None) -> list[Outliers]:
-    return find_outliers(steps, [break_down(step) for step in steps], loader_starts or set())
+    if not steps:
+        return []
+    looked = look_at(Steps.of(steps))
+    usual = [looked.breakdowns[index] for index in looked.usual]
+    return find_outliers(looked.slow, usual, loader_starts or set(), counted=len(steps), usual_s=looked.usual_s)
 
 
 def with_slow_steps(slow: dict[int, dict[str, float]], count: int = 20) -> list[Step]:

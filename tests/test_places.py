@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ def test_both_ways_to_count_workers_are_refused() -> None:
 
 def test_place_follows_from_flags_and_plan() -> None:
     assert where(hosts=2).place(Plan(hosts=2)) == EmulatedHosts(600.0)
-    assert where(nodes=2, node_rank=1, rendezvous="a:1").place(Plan(hosts=2)) == Nodes(Node(2, 1, "a:1", 600.0))
+    node = Node(2, 1, "a:1", 600.0, folder=Path("runs"))
+    assert where(nodes=2, node_rank=1, rendezvous="a:1").place(Plan(hosts=2)) == Nodes(node)
     assert where().place(Plan()) == Here()
     assert place_for(Plan(hosts=3)) == EmulatedHosts()
     assert not Nodes(Node(2, 1, "a:1")).owns_run

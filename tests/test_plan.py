@@ -168,6 +168,7 @@ OPTIONS = {
     "order": "ready",
     "barrier": False,
     "strict": True,
+    "ahead": True,
 }
 """A right value for every option that some method takes."""
 

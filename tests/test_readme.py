@@ -37,6 +37,7 @@ def test_the_tour_leaves_nothing_of_the_package_out() -> None:
 
 def test_commands_and_methods_in_the_readme_exist() -> None:
     verbs = {command.callback.__name__ for command in app.registered_commands if command.callback is not None}
+    verbs |= {str(group.name) for group in app.registered_groups}
     used = set(re.findall(r"syncline ([a-z]+)\b", README.replace("syncline launch script.py", "syncline launch")))
     assert used & verbs
     assert used - verbs <= {"command"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,10 @@ from conftest import Cli
 from helpers import ON_THREADS, on_processes, on_threads
 from torch import Tensor
 
+from syncline.accounting.breakdown import break_down
 from syncline.comm import Communicator
 from syncline.errors import PlanError
+from syncline.events import read_events
 from syncline.plan import Plan, parse_plan
 from syncline.resolve import resolve
 from syncline.spans import EventLog, read_log
@@ -98,7 +102,7 @@ GOOD = {"forward": [], "backward": [{"parameter": "a", "shape": [1], "seconds": 
         ("replay:.", None, ["holds no recorded compute times", "measure.calibration"]),
         ("replay:compute.json", "{", ["compute.json", "JSON"]),
         ("replay:compute.json", "[]", ["compute.json", "does not hold"]),
-        ("replay:compute.json", json.dumps({**GOOD, "format": 2}), ["format 2", "reads up to 1"]),
+        ("replay:compute.json", json.dumps({**GOOD, "format": 3}), ["format 3", "reads up to 2"]),
         ("replay:compute.json", json.dumps({**GOOD, "backward": []}), ["compute.json", "backward"]),
         ("replay:compute.json", json.dumps({**GOOD, "backword": []}), ["compute.json", "'backword'"]),
         ("replay:compute.json", json.dumps({**GOOD, "backward": GOOD["backward"] * 2}), ["a appears twice"]),
@@ -227,13 +231,93 @@ def assert_travelled(means: dict[str, Tensor], log: EventLog) -> None:
     assert sent >= 4 * 4 * 27
 
 
-@pytest.mark.filterwarnings("ignore:method ahead waits")  # there is no layer to update when it is next used
 @pytest.mark.parametrize("method", ON_THREADS)
 def test_gradients_travel_through_every_method(method: str, stated: Path) -> None:
     times = times_of(stated)
     found = on_threads(3, lambda comm, log: (step_of(method, times, comm, log), log))
     for means, log in found:
         assert_travelled(means, log)
+
+
+def ahead_steps(times: ComputeTimes, comm: Communicator, log: EventLog) -> list[str]:
+    """What is slept in the last of four steps, in order."""
+    model, slept = ReplayedModel(times), list[str]()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    modules = {module: name for name, module in model.named_modules()}
+    sleep_update = model.sleep_update
+
+    def update(parameters: Iterable[Tensor]) -> None:
+        own = list(parameters)
+        slept.append(f"update {' '.join(names[parameter] for parameter in own)}")
+        sleep_update(own)
+
+    model.sleep_update = update  # type: ignore[method-assign]
+    for module, name in modules.items():
+        module.register_forward_hook(lambda *_, name=name: slept.append(f"forward {name}"))  # type: ignore[misc]
+    sync = make_sync("ahead", comm, log=log, barrier=False)
+    worker = Worker(model, sync.attach(model), sync, ReplayedOptimizer(model), ReplayedBatches(times.data_s), log)
+    shard = next(Sharding(8, 2 * comm.world_size, 0, comm.rank, comm.world_size).epoch(0))
+    for log.step in range(4):
+        slept.clear()
+        start_ns = time.monotonic_ns()
+        train_step(worker, shard)
+        log.add("step", start=start_ns, end=time.monotonic_ns())
+    last = list(slept)
+    sync.detach()
+    return last
+
+
+def test_ahead_sleeps_a_layer_s_update_at_its_next_call(stated: Path) -> None:
+    times = times_of(stated)
+    for slept in on_threads(2, lambda comm, log: ahead_steps(times, comm, log)):
+        assert slept == [
+            "update type.0 type.1", "forward type", "forward pool",
+            "forward out", "update out.linear.0", "forward out.linear", "forward ",
+            "update ",  # the optimiser's own step
+        ]  # fmt: skip
+
+
+def test_parts_of_a_replayed_ahead_add_up_and_updates_inside_forward_are_updates(
+    stated: Path, tmp_path: Path
+) -> None:
+    times = times_of(stated)
+
+    def on_rank(comm: Communicator, log: EventLog) -> None:
+        ahead_steps(times, comm, log)
+        written = EventLog(tmp_path / "events" / f"rank-{comm.rank}.jsonl", rank=comm.rank, world_size=2)
+        written.records += log.records
+        written.close()
+
+    on_threads(2, on_rank)
+    for step in read_events(tmp_path).complete("")[2:]:
+        for own in break_down(step).values():
+            assert sum(own.parts.values()) == own.duration
+            assert min(own.parts.values()) >= 0
+            # Slept, so never less; but what one sleep takes too long, the next takes less.
+            assert own.parts["update"] > 0
+            assert own.parts["update"] + own.parts["forward"] >= 33_000_000
+
+
+def test_update_is_shared_out_as_recorded_and_by_size_where_it_was_not(stated: Path) -> None:
+    by_size = times_of(stated)
+    sizes = {"out.linear.0": 7, "type.1": 5, "type.0": 15}
+    assert by_size.updates_s == pytest.approx({name: 0.01 * size / 27 for name, size in sizes.items()})
+    own = [one.model_copy(update={"update_s": part}) for one, part in zip(by_size.backward, (3, 0, 1), strict=True)]
+    recorded = by_size.model_copy(update={"backward": tuple(own)})
+    assert recorded.updates_s == pytest.approx({"out.linear.0": 0.0075, "type.1": 0.0, "type.0": 0.0025})
+
+
+def test_recording_of_before_updates_were_recorded_is_read(tmp_path: Path) -> None:
+    (tmp_path / "compute.json").write_text(json.dumps({**GOOD, "format": 1, "update_s": 0.5}))
+    assert load_times(f"replay:{tmp_path}").updates_s == {"a": 0.5}
+
+
+def test_model_of_one_layer_is_replayed(clock: Clock) -> None:
+    forward, backward = [{"layer": "", "seconds": 0.001}], [{"parameter": "weight", "shape": [2], "seconds": 0.002}]
+    model = ReplayedModel(ComputeTimes.model_validate({"forward": forward, "backward": backward}))
+    clock.overshoot_ns, start = 0, clock.now
+    model(torch.zeros(1)).sum().backward()
+    assert clock.now - start == 3_000_000
 
 
 def ddp_step(comm: Communicator, log: EventLog) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ def test_what_the_parts_do_not_explain_is_left_unexplained() -> None:
 
 
 def test_no_difference_is_said_and_not_explained() -> None:
-    rows = [row("thread-replicas", 2, 1.0, 1.5, 2.0), row("ddp", 2, 1.1, 1.6, 2.1)]
+    rows = [row("thread-replicas", 2, 1.0, 1.5, 2.0), row("ddp", 2, 1.1, 1.5, 1.9)]
     said = say("replicas-or-processes", rows)
     assert "this run shows no difference" in said
     assert "faster" not in said
@@ -87,7 +87,8 @@ def test_workers_that_share_cores_are_not_what_is_judged() -> None:
 
 
 def epoch(method: str, batch: int, seconds: float, data: float) -> Row:
-    return row(method, 2, *[seconds] * 5, batch=batch, parts={"data": data}, figures={"train_samples": 1000})
+    parts = {"data": data, "forward": seconds - data}
+    return row(method, 2, *[seconds] * 5, batch=batch, parts=parts, figures={"train_samples": 1000})
 
 
 def test_an_epoch_without_data_leaves_the_waiting_out() -> None:
@@ -152,7 +153,7 @@ def test_what_workers_cost_over_one() -> None:
     assert VALUES["over_one_worker"].read(rows[1], rows) == Quantity(0.25)
     assert VALUES["over_one_worker"].read(rows[0], rows) is None
     table = Table(title="t", stage="weak", values=["over_one_worker"], where={"workers": 2})
-    assert build_table(table, rows).rows == [["ddp", "250 ms"]], "the baseline need not be in the table"
+    assert build_table(table, rows).rows == [["single", "-"], ["ddp", "250 ms"]], "the baseline is in the table"
 
 
 def test_the_same_doubt_about_several_rows_is_said_once() -> None:
@@ -177,3 +178,19 @@ def test_how_much_of_the_link_is_used() -> None:
     unknown = row("ddp", 2, 1.0, parts={"wire": 0.5}, figures={"gradient_bytes": 1e9})
     assert VALUES["utilisation"].read(unknown, [unknown]) is None
     assert say("link-use", [unknown]).startswith("Not answered")
+
+
+def test_table_2_of_the_sheet_divides_an_epoch_of_one_worker() -> None:
+    def timed(workers: int, seconds: float) -> Row:
+        point = {"method": "ddp", "workers": workers, "global_batch": 10 * workers, "batch_per_worker": 10}
+        return Row("weak", point, seconds=[seconds], figures={"train_samples": 200})
+
+    rows = [timed(1, 1.0), timed(2, 1.5)]
+    read = {
+        name: VALUES[name].read(rows[1], rows) for name in ("epoch_seconds", "epoch_compute", "epoch_communication")
+    }
+    assert {name: value.value for name, value in read.items() if value} == {
+        "epoch_seconds": 15.0, "epoch_compute": 10.0, "epoch_communication": 5.0
+    }  # fmt: skip
+    assert VALUES["epoch_compute"].text(read["epoch_compute"]) == "10.0 s"
+    assert VALUES["epoch_communication"].read(rows[0], rows) is None

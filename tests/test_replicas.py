@@ -44,7 +44,7 @@ def test_gradients_are_those_of_the_whole_batch(replicas: int, batch: int) -> No
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.alone])
+@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.sends_nothing])
 @pytest.mark.parametrize("policy", ["broadcast", "sync"])
 def test_policies_across_ranks_ask_nothing_of_ranks_that_wait(method: str, policy: BatchNorm) -> None:
     """As in a comparison, where rank 0 takes the whole batch: rank 1 does not come, and nobody may wait for it."""

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from syncline.report.page import as_csv, facts, html, markdown, write_report
+from syncline.report.plots import colours_of, plot, plot_timeline
 from syncline.study.cells import Ground, expand
-from syncline.study.figures import Bar, Timeline
+from syncline.study.figures import Bar, FigureData, Series, Timeline
 from syncline.study.file import Study, built_in_labs, load_study
 from syncline.study.rows import Row
 from syncline.study.runner import Contents, study_contents
@@ -28,7 +29,7 @@ PARTS = {"data": 0.01, "forward": 0.1, "backward": 0.2, "wire": 0.1, "wait": 0.0
 
 def rows() -> list[Row]:
     found = []
-    for stage, key in (("weak", "batch_per_worker"), ("strong", "global_batch")):
+    for stage, key in (("weak", "batch_per_worker"), ("nodes", "global_batch")):
         for nodes in (1, 2, 4):
             for number, method in enumerate(("single", "gather-scatter", "all-reduce", "ddp", "bucketed")):
                 if method != "single" or nodes == 1:
@@ -76,7 +77,7 @@ class Counter(HTMLParser):
 def test_the_page_holds_every_table_and_figure_and_needs_no_network(contents: Contents) -> None:
     text = html(contents)
     counter = Counter()
-    counter.feed(re.sub(r"<script>.*?</script>", "", text, count=1, flags=re.S))
+    counter.feed(text)
     tables = [tag for tag, _ in counter.tags if tag == "table"]
     assert len(tables) == len(contents.tables) + 1 + 1, "all tables, the main one, the certificates"
     plots = [given for tag, given in counter.tags if tag == "div" and given.get("class") == "plot"]
@@ -104,7 +105,7 @@ def test_markdown_has_the_same_tables_and_pictures(contents: Contents, tmp_path:
     assert (tmp_path / "report" / "figures" / "step-time-by-method.png").read_bytes().startswith(b"\x89PNG")
     assert contents.answer in text
     assert "| single | 403 ±1 ms |" in text or "| single | 402" in text
-    assert "- skipped: cell x: needs 99 GiB" in text
+    assert "- needs 99 GiB: cell x" in text
 
 
 def test_the_first_screen_says_which_data(contents: Contents) -> None:
@@ -116,7 +117,7 @@ def test_the_first_screen_says_which_data(contents: Contents) -> None:
 def test_csv_has_plain_numbers(contents: Contents) -> None:
     assert contents.main_table is not None
     lines = as_csv(contents.main_table).splitlines()
-    assert lines[0] == "method,1 node,2 nodes,4 nodes"
+    assert lines[0].startswith('method,"step, 1 node","step, 2 nodes","step, 4 nodes","time/ddp, 1 node"')
     assert float(lines[1].split(",")[1]) == pytest.approx(0.402)
 
 
@@ -137,6 +138,42 @@ def test_a_browser_draws_everything_without_an_error(contents: Contents, tmp_pat
     assert drawn.count("<table") == len(contents.tables) + 2
 
 
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_boxes_are_drawn_as_boxes(contents: Contents, tmp_path: Path) -> None:
+    """A smaller bundle of plotly draws them as points, without an error."""
+    series = [Series(name, [0.1, 25], [2.0, 3.0], samples=[[1.0, 2.0, 4.0], [2.0, 3.0, 5.0]]) for name in ("a", "b")]
+    boxes = FigureData("Spread of a step", "boxes", "bucket MB", "step", "s", series)
+    page = write_report(replace(contents, main_figure=None, figures=[boxes], timelines=[]), tmp_path / "report")
+    drawn, errors = open_in_browser(page, 1280, tmp_path)
+    assert errors == []
+    assert drawn.count('<path class="box"') == 4
+    legend = re.search(r'<div class="legend".*?</div>', drawn, flags=re.S)
+    assert legend is not None
+    assert re.findall(r"</i>(\w+)</button>", legend.group()) == ["a", "b"]
+
+
+def test_a_page_with_everything_is_small_and_says_whose_the_library_is(contents: Contents) -> None:
+    text = html(contents)
+    assert len(text.encode()) < 1_500_000
+    assert "Plotly Technologies Inc" in text
+    assert "MIT License" in text
+
+
+def test_lines_that_hide_each_other_are_dashed() -> None:
+    lines = [
+        Series(name, [1, 2], values) for name, values in (("a", [2.0, 1.0]), ("b", [2.0, 1.001]), ("c", [3.0, 1.0]))
+    ]
+    figure = FigureData("Loss", "lines", "step", "loss", "", lines)
+    assert [trace["line"].get("dash") for trace in plot(figure)["data"]] == [None, "dash", None]
+
+
+def test_a_timeline_has_short_names_and_ends_where_its_bars_do() -> None:
+    bars = [Bar("rank 0 compute", "forward", 0.0, 10.0, ""), Bar("rank 0 communication", "transfer", 5.0, 15.0, "")]
+    drawn = plot_timeline(Timeline("t", ["rank 0 compute", "rank 0 communication"], bars))
+    assert drawn["layout"]["yaxis"]["ticktext"] == ["rank 0", "transfers"]
+    assert drawn["layout"]["xaxis"]["range"] == [0.0, pytest.approx(20, rel=0.02)]
+
+
 def made_up_results(study: Study) -> list[Row]:
     """A row for every method of every cell, with something in all that a table or figure may ask for."""
     found = []
@@ -151,6 +188,7 @@ def made_up_results(study: Study) -> list[Row]:
                 losses = [{"step": step, "loss": 2.0, "by_rank": [1.9, 2.1]} for step in (10, 20)]
                 epochs = [{"train_loss": 2.0, "train_accuracy": 0.2, "test_loss": 2.1, "test_accuracy": 0.2}]
                 figures = {"loss": 2.0, "losses": losses, "epochs": epochs, "train_samples": 1000}
+                figures |= {"other_load": 0.3 * (number % 2)}
                 seconds = [0.4 + 0.01 * number + 0.001 * i for i in range(5)]
                 found.append(
                     Row(stage.name, {**point, **cell.point, **own, "method": method}, seconds, figures, PARTS)
@@ -175,9 +213,16 @@ def test_a_browser_draws_the_report_of_every_lab(lab: str, tmp_path: Path) -> No
     assert all(escape(text, quote=False) in drawn for text, _ in contents.asks)
 
 
+OVERFLOW = """<script>setTimeout(() => {
+  const page = document.documentElement;
+  document.body.dataset.over = Math.max(0, page.scrollWidth - page.clientWidth);
+}, 5000)</script>"""
+
+
 def open_in_browser(page: Path, width: int, scratch: Path) -> tuple[str, list[str]]:
-    """The page's document after its scripts ran, and what it complained of."""
+    """The page's document after its scripts ran, and what it complained of. Nothing may be wider than the window."""
     assert BROWSER is not None
+    page.write_text(page.read_text() + OVERFLOW)
     result = subprocess.run(
         [
             BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
@@ -187,4 +232,11 @@ def open_in_browser(page: Path, width: int, scratch: Path) -> tuple[str, list[st
         capture_output=True, text=True, timeout=100, check=True,
     )  # fmt: skip
     errors = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+    assert re.findall(r'data-over="(\d+)"', result.stdout) == ["0"], "only tables and drawings scroll sideways"
     return result.stdout, errors
+
+
+def test_no_two_series_of_a_drawing_share_a_colour() -> None:
+    names = ["forward", "backward", "communication", "update", "other"]
+    figure = FigureData("parts", "stacked", "overlap", "time", "s", [Series(name, ["yes"], [1.0]) for name in names])
+    assert len(set(colours_of(figure).values())) == len(names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -44,11 +45,12 @@ with open(os.path.join(sys.argv[1], rank), "w") as file:
 
 
 def run(command: list[object], folder: Path, **settings: object) -> subprocess.CompletedProcess[str]:
-    """torchrun leaves a folder among temporary files."""
+    """torchrun leaves a folder among temporary files. What hangs up may be ignored here (nohup), but not there."""
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     environment = {**os.environ, "TMPDIR": str(scratch), "MINE": "yes", "OMP_NUM_THREADS": "1"}
     words = [str(word) for word in command]
+    settings["preexec_fn"] = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
     return subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment, **settings)
 
 

@@ -7,7 +7,10 @@ import multiprocessing
 import os
 import platform
 import signal
+import socket
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,8 +37,9 @@ from syncline.comm import Communicator, shared_memory
 from syncline.comm.shared_memory import Barrier, Segment, check_one_host, count_hosts
 from syncline.comm.threads import run_threads
 from syncline.comm.torch_backend import adopt
-from syncline.errors import CommunicationError, DeadlineError, PlanError, RankFailed
+from syncline.errors import CommunicationError, DeadlineError, PeerLostError, PlanError, RankFailed
 from syncline.launcher.starting import start_fork_server
+from syncline.launcher.trust import proof
 from syncline.resolve import choose_method
 from syncline.spans import EventLog
 from syncline.sync import make_sync
@@ -110,6 +114,64 @@ def test_segment_is_zeroed_and_seen_by_all() -> None:
         return seen
 
     assert on_threads(4, live) == [[1.0, 2.0, 3.0, 4.0]] * 4
+
+
+# Who gets it.
+
+
+def test_memory_goes_only_to_ranks_that_prove_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, secret = "\0syncline-test-of-strangers", "a secret"
+    ready = threading.Event()
+
+    def ask(says: Callable[[str], str]) -> bytes:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.settimeout(10)
+            stranger.connect(name)
+            challenge = stranger.recv(200).decode()
+            if challenge:
+                stranger.sendall(says(challenge).encode())
+            return stranger.recv(1)
+
+    def live(comm: Communicator, _: EventLog) -> object:
+        if comm.rank == 0:
+            descriptor = shared_memory._allocate(4096)
+            with shared_memory._listen(name) as server:
+                ready.set()
+                shared_memory._hand_out(server, descriptor, secret, comm)
+            return os.fstat(descriptor).st_ino
+        ready.wait(60)
+        refused = [
+            ask(lambda challenge: "1 " + proof("the socket's name", 1, challenge)),
+            ask(lambda challenge: "1 " + proof(secret, 1, "another challenge")),
+            ask(lambda challenge: "7 " + proof(secret, 7, challenge)),
+            ask(lambda challenge: "é" * 99),
+        ]
+        with monkeypatch.context() as other_user:
+            other_user.setattr(shared_memory, "is_same_user", lambda connection: False)
+            refused.append(ask(lambda challenge: "1 " + proof(secret, 1, challenge)))
+        assert refused == [b""] * 5
+        return os.fstat(shared_memory._fetch(name, secret, comm)).st_ino
+
+    first, second = on_threads(2, live)
+    assert first == second
+
+
+def test_refused_connection_is_tried_again_and_then_told() -> None:
+    def live(comm: Communicator, _: EventLog) -> str:
+        return str(caught(lambda: shared_memory._fetch("\0syncline-nobody", "a secret", comm)))
+
+    (told,) = on_threads(1, live, deadline_s=0.3)
+    assert "the shared memory of rank 0 could not be fetched within 0.3 s: Connection refused." in told
+
+
+def test_rank_that_does_not_fetch_it_is_named() -> None:
+    def live(comm: Communicator, _: EventLog) -> str:
+        if comm.rank == 1:
+            return ""
+        with shared_memory._listen("\0syncline-nobody-comes") as server:
+            return str(caught(lambda: shared_memory._hand_out(server, 0, "a secret", comm)))
+
+    assert "handing out the shared memory did not end within 0.3 s" in on_threads(2, live, deadline_s=0.3)[0]
 
 
 # Refused before training.
@@ -187,12 +249,13 @@ def test_deadline_names_the_missing_rank() -> None:
         integer_loss(sync.attach(model), comm.rank).backward()
         return None if comm.rank == 1 else caught(sync.finish)
 
-    first, absent, third = on_threads(3, live, deadline_s=0.5)
+    first, absent, third = on_threads(3, live, deadline_s=3)
     assert absent is None
     for rank, error in ((0, first), (2, third)):
         assert isinstance(error, DeadlineError)
         assert error.rank == rank
-        assert "waiting for all gradients did not end within 0.5 s; missing: rank 1." in error.message
+        assert "waiting for all gradients did not end within 3 s, at " in error.message
+        assert error.message.endswith("; missing: rank 1.")
 
 
 def wait_for_a_late_rank(comm: Communicator, _: EventLog) -> tuple[float, float]:
@@ -286,3 +349,14 @@ def test_peers_are_watched_also_where_descriptors_are_many() -> None:
         for descriptor in opened:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rank_that_detaches_is_not_waited_for() -> None:
+    def live(comm: Communicator, _: EventLog) -> CommunicationError | None:
+        sync = make_sync("shared-memory", comm)
+        integer_loss(sync.attach(integer_model("mlp")), comm.rank).backward()
+        return sync.detach() if comm.rank == 1 else caught(sync.finish)
+
+    error, _ = on_threads(2, live, deadline_s=20.0)
+    assert isinstance(error, PeerLostError)
+    assert "rank 1 left during waiting for all gradients" in error.message

@@ -180,7 +180,7 @@ def logged(path: str = "a") -> RunFolder:
 def test_run_is_read_with_its_plan_status_and_result() -> None:
     folder = logged()
     run = load_run("a")
-    assert (run.plan, run.kind, run.status, run.summary) == (PLAN, "train", "running", {})
+    assert (run.plan, run.kind, run.status, run.summary) == (PLAN, "train", "ended without a word", {})
     folder.write_summary({"steps": 2})
     folder.set_status("finished")
     assert (load_run("a").status, load_run("a").summary) == ("finished", {"steps": 2})
@@ -257,4 +257,4 @@ def test_run_shows_itself_in_a_notebook() -> None:
     create_run(Path("a"), kind="train", plan=PLAN.replace(model="mine:<Net>"), label="x")
     page = load_run("a")._repr_html_()
     assert "<td>mine:&lt;Net&gt;</td>" in page
-    assert "<td>running</td>" in page
+    assert "<td>ended without a word</td>" in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from conftest import Cli
 from syncline.accounting.explanation import explain
 from syncline.cli.reading import trace
 from syncline.errors import PlanError
-from syncline.events import Events, Phase, RankInfo, RankStep, Step, Transfer
+from syncline.events import Events, Phase, RankInfo, RankStep, Step, Steps, Transfer
 from syncline.report.chrome_trace import chrome_trace
 from syncline.report.explained import show_explanation
 from syncline.store import Run, RunFolder
@@ -74,7 +75,7 @@ def logged() -> Events:
             second = Transfer("all_reduce", "bucket 1", 800, start + 7000, start + 7000, start + 10_000)
             ranks[rank] = RankStep(rank, start, start + 12_000, phases, (first, second))
         steps.append(Step(number, 0, ranks))
-    return Events(2, {0: RankInfo(0), 1: RankInfo(1)}, {"bucketed": steps}, {}, {}, [])
+    return Events(2, {0: RankInfo(0), 1: RankInfo(1)}, {"bucketed": Steps.of(steps)}, {}, {}, [])
 
 
 def slices(document: dict[str, Any], rank: int, category: str) -> list[tuple[str, float, float, int]]:
@@ -109,6 +110,38 @@ def test_only_the_steps_that_were_asked_for() -> None:
     assert_valid(document)
     assert slices(document, 1, "step") == [("step 1", 0, 12, 0)]
     assert chrome_trace(logged(), "ddp")["traceEvents"] == []
+
+
+def crossing() -> Events:
+    """Bucket 1 of a step travels on until 6 µs into the next one, whose forward waits for it from 4 µs on."""
+    steps = []
+    for number in range(2):
+        start = 20_000 * number
+        sent = Transfer("all_reduce", "bucket 1", 800, start + 12_000, start + 15_000, start + 26_000)
+        before = (replace(sent, start=start - 5000, end=start + 6000),) if number else ()
+        stalls = (Phase("bucket 1", start + 4000, start + 6000),) if number else ()
+        phases = (Phase("forward", start, start + 9000), Phase("backward", start + 9000, start + 19_000))
+        own = RankStep(0, start, start + 20_000, phases, (sent,), carried=before, stalls=stalls)
+        steps.append(Step(number, 0, {0: own}))
+    return Events(1, {0: RankInfo(0)}, {"ahead": Steps.of(steps)}, {}, {}, [])
+
+
+def test_transfer_that_crosses_the_end_of_its_step_is_drawn_once_and_whole() -> None:
+    document = chrome_trace(crossing(), "ahead")
+    assert_valid(document)
+    assert slices(document, 0, "operation") == [
+        ("all_reduce bucket 1", 15, 11, 1),
+        ("all_reduce bucket 1", 35, 11, 1),
+    ]
+    assert slices(document, 0, "stall") == [("wait for bucket 1", 24, 2, 0)]
+
+
+def test_what_came_over_from_a_step_that_is_not_shown_is_drawn_from_the_first_that_is() -> None:
+    document = chrome_trace(crossing(), "ahead", first=1)
+    assert_valid(document)
+    assert slices(document, 0, "operation") == [("all_reduce bucket 1", 0, 6, 1), ("all_reduce bucket 1", 15, 11, 1)]
+    of_step = [event["args"]["step"] for event in document["traceEvents"] if event.get("cat") == "operation"]
+    assert of_step == [0, 1]
 
 
 @pytest.mark.parametrize("method", ["point-to-point", "shared-memory"])

@@ -71,8 +71,8 @@ def test_loaders_end_with_the_launcher(
             members = session_members(process.pid)
             assert len(members) >= 8, [command_line(pid) for pid in members]
             process.send_signal(number)
-            process.wait(20)
-            wait_until(lambda: not session_members(process.pid), 10, "every process gone")
+            process.wait(60)
+            wait_until(lambda: not session_members(process.pid), 60, "every process gone")
         finally:
             process.kill()
 

@@ -83,7 +83,7 @@ def test_prediction_lies_between_its_bound_and_the_barrier(seed: int) -> None:
 
 
 def test_chunk_is_the_smallest_whose_start_up_is_a_tenth() -> None:
-    assert chunk_bytes(Link(1e-3, 8e-9), 30_000_000) == 1_125_000  # 9 x 1 ms at 125 MB/s
+    assert chunk_bytes(Link(1e-3, 8e-9), 20_000_000) == 1_125_000  # 9 x 1 ms at 125 MB/s
     assert chunk_bytes(Link(1e-6, 8e-9), 10_000_000) == 500_000
     assert chunk_bytes(Link(1.0, 8e-9), 30_000_000) == 8_000_000
-    assert chunk_bytes(Link(1e-6, 8e-9), 400_000_000) == 10_000_000  # at most 40 chunks
+    assert chunk_bytes(Link(1e-6, 8e-9), 240_000_000) == 10_000_000  # at most 24 chunks

@@ -120,6 +120,6 @@ def test_train_with_profile_keeps_what_it_recorded(cli: Cli, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     run = tmp_path / "work" / "run"
     assert sorted(path.name for path in (run / "profile").glob("*[0-9].json")) == ["rank-0-step-2.json"]
-    records = read_log(run / "events" / "rank-1.jsonl")
+    records = read_log(run / "events" / "rank-1.blocks")
     assert sum(record["kind"] == "counter" for record in records) == 3
     assert sum(record["kind"] == "memory" for record in records) == 1

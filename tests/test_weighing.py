@@ -324,6 +324,7 @@ def test_checkpointing_inside_the_wrapper_and_around_it(reentrant: bool, inside:
         torch.testing.assert_close(grads(model), plain((weight, 0)), **CLOSE)
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.`")  # models of other tests may still be watched
 @pytest.mark.parametrize("inside", [True, False])
 def test_compiled_before_wrapping_and_after(inside: bool) -> None:
     model = net()

@@ -108,8 +108,9 @@ def _where_it_goes(facts: Facts) -> str:
     shares = [
         f"{share:.0%} {name}" for name, share in sorted(named.items(), key=lambda pair: -pair[1]) if share >= 0.01
     ]
-    workers = "one worker" if facts.workers == 1 else f"{facts.workers} workers"
-    return f"A step of {facts.method} on {workers} takes {format_seconds(own.step_s)}: {', '.join(shares)}."
+    workers = "on one worker" if facts.workers == 1 else f"on {facts.workers} workers"
+    workers = "in one process" if facts.row.one_process else workers
+    return f"A step of {facts.method} {workers} takes {format_seconds(own.step_s)}: {', '.join(shares)}."
 
 
 def mostly_compute(facts: Facts) -> Advice | None:
@@ -176,6 +177,12 @@ def wire_bound(facts: Facts) -> Advice | None:
     if share < MUCH_WIRE:
         return None
     wire = _parts(facts, "wire")
+    if facts.row.world == "tasks":
+        text = (
+            f"{share:.0%} of the step is Spark's: it broadcasts the weights, starts tasks, and pickles and sums "
+            f"gradients up to the driver. Ranks that keep their weights (method {ON_LINKS}) need none of that."
+        )
+        return Advice("wire", text, wire)
     buckets = _heavy_buckets(facts.breakdown.buckets)
     where = f" on {_name_buckets(buckets, len(facts.breakdown.buckets))}" if buckets else ""
     more = "more workers will not help" if share >= HALF else "more workers shrink only the rest"
@@ -186,7 +193,7 @@ def wire_bound(facts: Facts) -> Advice | None:
 def sixteen_bits(facts: Facts) -> Advice | None:
     if facts.breakdown.share("wire") < MUCH_WIRE or facts.options.get("transfer_dtype"):
         return None
-    if facts.row.in_memory:
+    if facts.row.in_memory or facts.row.world == "tasks":
         return None  # nothing is sent that could be made smaller
     saves = _parts(facts, "wire") / 2
     how = "" if "transfer_dtype" in facts.row.options else f" with method {ON_LINKS}"
@@ -209,8 +216,8 @@ def overlap(facts: Facts) -> Advice | None:
     own = facts.breakdown
     if own.overlap is None or own.overlap >= LITTLE_OVERLAP or own.share("wire") < SOME:
         return None
-    if facts.row.in_memory:
-        return None  # what it does uses the cores that backward uses
+    if facts.row.in_memory or facts.row.world == "tasks":
+        return None  # what it does uses the cores that backward uses, or comes before and after all compute
     saves = min(_parts(facts, "wire"), _parts(facts, "backward"))
     if facts.row.overlaps(facts.options):
         if len(own.buckets) > 1:

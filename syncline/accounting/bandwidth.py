@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from syncline.accounting.pieces import pieces
-from syncline.collectives.execute import rank_rounds
 from syncline.collectives.patterns import PATTERNS, make_schedule
+from syncline.collectives.schedule import rank_rounds
+from syncline.errors import RunFolderError
 from syncline.events import Events, Step, Transfer
 from syncline.methods import method_of
 from syncline.plan import Plan
@@ -131,8 +132,10 @@ def bandwidth(
     if not steps:
         return None
     ranks = events.taking_part(method)
-    # MPI sends inside a host through memory of its own: its sockets carry other things.
-    counters = {} if method_of(method).world == "mpiexec" else _counters(events, method)
+    # MPI sends inside a host through memory of its own, Spark through files and a JVM: our sockets carry other
+    # things.
+    elsewhere = method_of(method).world in ("mpiexec", "tasks")
+    counters = {} if elsewhere else _counters(events, method, steps)
     wire_bytes = 2 if plan.options_for(method).get("transfer_dtype") else ELEMENT_BYTES
     own_interface = len({events.ranks[rank].host for rank in ranks if rank in events.ranks}) > 1
     by_rank = [_rank_bytes(rank, steps, counters, wire_bytes, theory, own_interface=own_interface) for rank in ranks]
@@ -208,12 +211,13 @@ def _note(ranks: Sequence[RankBytes]) -> str:
     )
 
 
-def _counters(events: Events, method: str) -> dict[tuple[int, int], dict[str, Any]]:
+def _counters(events: Events, method: str, steps: Sequence[Step]) -> dict[tuple[int, int], dict[str, Any]]:
     """By rank and step; of a repeated step, the last time counts."""
+    wanted = {step.number for step in steps}
     return {
         (rank, int(record["step"])): record
         for rank, record in events.of_kind("counter")
-        if record.get("method", "") == method
+        if record.get("method", "") == method and record["step"] in wanted
     }
 
 
@@ -275,7 +279,10 @@ def find_link(run: Run, *, backend: str = "gloo", probe: Run | None = None) -> t
 
 
 def _is_probe_for(probe: Run, run: Run) -> bool:
-    summary = probe.summary
+    try:
+        summary = probe.summary
+    except RunFolderError:
+        return False  # damaged, and none of this run's
     if probe.kind != "probe" or probe.status != "finished" or not summary:
         return False
     if any(probe.machine.get(key) != run.machine.get(key) for key in ("processor", "cores")):

@@ -172,7 +172,8 @@ def _break_down(own: RankStep, buckets: Mapping[int, Mapping[str, Bucket]]) -> R
     for stall in own.stalls:
         wire[stall.name] = wire.get(stall.name, 0) + free.take(stall.start, stall.end)
     parts["wire"], parts["wait"] = sum(wire.values()), sum(wait.duration for wait in waits)
-    for phase in own.phases:
+    # The shorter first: an update inside forward (method ahead) is update.
+    for phase in sorted(own.phases, key=lambda phase: phase.end - phase.start):
         part = "backward" if phase.name == "backward" else PART_OF.get(phase.name)
         if part is not None:
             parts[part] += free.take(phase.start, phase.end)

@@ -6,6 +6,7 @@ turns into JSON as it is (`as_document`); reports draw it.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,19 +24,25 @@ from syncline.accounting.breakdown import (
     summarise,
 )
 from syncline.accounting.contention import Contention, bare_times, contention
-from syncline.accounting.outliers import Outliers, find_outliers, is_outlier
+from syncline.accounting.doubts import Timed, doubted
+from syncline.accounting.outliers import Outliers, find_outliers
 from syncline.accounting.pieces import pieces
-from syncline.accounting.statistics import paired_ratio
+from syncline.accounting.ranking import rank_times, sentence
+from syncline.accounting.selection import look_at
 from syncline.accounting.stragglers import Disagreement, Straggler, find_disagreement, find_stragglers
 from syncline.accounting.usage import Profiled, RankMemory, memory, operator_totals
 from syncline.errors import RunFolderError, SynclineError
-from syncline.events import Events, Step
-from syncline.methods import current_name, method_of
+from syncline.events import NO_STEPS, Events, Step, Steps
+from syncline.machine import BF16_RATES
+from syncline.methods import current_label, current_name, method_of
 from syncline.plan import Plan
+from syncline.remote import shown
 from syncline.results import Tabular
 from syncline.spans import Record
 from syncline.store import Run
 from syncline.units import format_seconds
+
+PREDICTED = ("step_s", "ahead_s", "barrier_s", "bound_s")
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,8 @@ class MethodExplanation:
     """By rank; empty where the log holds none."""
     outliers: list[Outliers] = field(default_factory=list)
     """Steps that took far longer than the others. The breakdown and the advice are of the others."""
+    predicted: dict[str, Any] | None = None
+    """What the method expected of a step when it had planned its transfers, and what later steps took."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +176,7 @@ def explain(run: Run, *, method: str | None = None, probe: Run | None = None) ->
     ]
     if not methods:
         raise RunFolderError(
-            f"the event logs of {run.path} hold no step that every rank finished"
+            f"the event logs of {shown(run.path)} hold no step that every rank finished"
             + (f": {'; '.join(events.problems)}." if events.problems else "."),
             action="Run it for longer.",
         )
@@ -179,18 +188,20 @@ def explain(run: Run, *, method: str | None = None, probe: Run | None = None) ->
         for rank, alignment in sorted(events.alignments.items())
     ]
     notes += _clock_note(clocks, hosts)
+    times = _side_by_side(run, methods)
+    said = methods[0].verdict if len(methods) == 1 else _comparison(methods, times)
     return Explanation(
-        run=str(run.path),
+        run=shown(run.path),
         kind=run.kind,
         status=run.status,
         model=plan.model,
-        workers=events.world_size,
+        workers=plan.workers if plan.method_row.one_process else events.world_size,
         hosts=hosts,
         compute=plan.compute_note,
         injected=_is_slowed(plan),
         warmup=plan.measure.warmup,
         methods=methods,
-        verdict=methods[0].verdict if len(methods) == 1 else _comparison(methods, events, plan),
+        verdict=_doubted(said, run, times),
         notes=notes,
         problems=events.problems,
         clocks=clocks,
@@ -204,30 +215,34 @@ def explain_step(run: Run, number: int, *, method: str | None = None) -> StepExp
     names = _chosen(events, method, run)
     if len(names) > 1:
         raise RunFolderError(
-            f"{run.path} has several methods.", action=f"Choose one with --method: {', '.join(names)}."
+            f"{shown(run.path)} has several methods.", action=f"Choose one with --method: {', '.join(names)}."
         )
-    steps = {step.number: step for step in events.steps.get(names[0], [])}
-    if number not in steps:
-        there = f"{min(steps)} to {max(steps)}" if steps else "none"
-        raise RunFolderError(f"{run.path} has no finished step {number}.", action=f"Steps in the log: {there}.")
-    return _explain_step(run, names[0], steps[number], events)
+    steps = events.steps[names[0]] if names else NO_STEPS
+    numbers = steps.numbers.tolist()
+    if number not in numbers:
+        there = f"{min(numbers)} to {max(numbers)}" if numbers else "none"
+        raise RunFolderError(
+            f"{shown(run.path)} has no finished step {number}.", action=f"Steps in the log: {there}."
+        )
+    return _explain_step(run, names[0], steps[numbers.index(number)], events)
 
 
-def counted_steps(events: Events, method: str, warmup: int) -> list[Step]:
+def counted_steps(events: Events, method: str, warmup: int) -> Steps:
     """The finished steps after the first `warmup` of each session; all of them if none would be left."""
     steps = events.complete(method)
-    first = {step.session: number for number, step in reversed(list(enumerate(steps)))}
-    counted = [step for number, step in enumerate(steps) if number >= first[step.session] + warmup]
-    return counted or steps
+    sessions = steps.sessions.tolist()
+    first = {session: place for place, session in reversed(list(enumerate(sessions)))}
+    counted = [place for place, session in enumerate(sessions) if place >= first[session] + warmup]
+    return steps.chosen(counted) if counted else steps
 
 
 def _chosen(events: Events, method: str | None, run: Run) -> list[str]:
-    names = [name for name, steps in events.steps.items() if steps]
+    names = [name for name, steps in events.steps.items() if len(steps)]
     method = method and current_name(method, typed=True)
     if method is None or method in names:
         return names if method is None else [method]
     raise RunFolderError(
-        f"{run.path} has no steps of method {method!r}.", action=f"It has: {', '.join(names) or 'none'}."
+        f"{shown(run.path)} has no steps of method {method!r}.", action=f"It has: {', '.join(names) or 'none'}."
     )
 
 
@@ -239,17 +254,22 @@ def _explain_method(
     notes: list[str],
     link: tuple[float, str] | None,
 ) -> MethodExplanation | None:
-    steps = counted_steps(events, name, plan.measure.warmup)
-    every = [break_down(step) for step in steps]
-    if not every:
+    counted = counted_steps(events, name, plan.measure.warmup)
+    if not len(counted):
         return None
+    looked = look_at(counted)
+    steps, every = looked.steps, looked.breakdowns
     loaders = [record for _, record in events.of_kind("loader") if record.get("method", "") == name]
-    outliers = find_outliers(steps, every, _loader_starts(loaders))
-    usual = [index for index, is_out in enumerate(is_outlier(every)) if not is_out]
+    usual = looked.usual
     breakdowns = [every[index] for index in usual]
+    outliers = find_outliers(
+        looked.slow, breakdowns, _loader_starts(loaders), counted=len(counted), usual_s=looked.usual_s
+    )
     breakdown = summarise([steps[index] for index in usual], breakdowns)
     assert breakdown is not None, "outliers are rare"
-    if plan.measure.warmup and len(steps) == len(events.complete(name)):
+    if looked.note:
+        notes.append(looked.note)
+    if plan.measure.warmup and len(counted) == len(events.complete(name)):
         notes.append(f"All steps of {name} are warm-up steps; they are counted anyway.")
     stragglers = find_stragglers(steps, every, events.ranks)
     disagreement = find_disagreement(breakdowns)
@@ -273,7 +293,21 @@ def _explain_method(
     return MethodExplanation(
         name, breakdown, stragglers, disagreement, advice, verdict(facts, advice), contention=slowed,
         bandwidth=bandwidth(events, name, plan, steps, link=link), memory=memory(events, name), outliers=outliers,
+        predicted=_predicted(name, events, counted),
     )  # fmt: skip
+
+
+def _predicted(name: str, events: Events, steps: Steps) -> dict[str, Any] | None:
+    """The last word of the lowest rank; all ranks plan alike."""
+    said = [record for _, record in events.of_kind("prediction") if record.get("method", "") == name]
+    said = [record for record in said if all(isinstance(record.get(key), float) for key in PREDICTED)]
+    if not said:
+        return None
+    last = max(said, key=lambda record: (record["session"], record["step"]))
+    is_same = (steps.sessions == last["session"]) & (steps.numbers > last["step"])
+    measured = (steps.longest[is_same | (steps.sessions > last["session"])] / 1e9).tolist()
+    measured_s = statistics.median(measured) if measured else None
+    return {**{key: last[key] for key in PREDICTED}, "waits": bool(last.get("waits")), "measured_s": measured_s}
 
 
 def _loader_starts(records: Sequence[Record]) -> set[int]:
@@ -288,35 +322,51 @@ def _compute_times(breakdowns: Sequence[Mapping[int, RankBreakdown]]) -> dict[in
     }
 
 
-def _comparison(methods: Sequence[MethodExplanation], events: Events, plan: Plan) -> str:
-    """Which method is quickest and where its lead over the slowest lies; 'no difference' where there is none."""
-    many = [method for method in methods if method_of(method.method).world != "worker"]
-    if len(many) < 2:
+def _comparison(methods: Sequence[MethodExplanation], times: Mapping[str, Sequence[float]]) -> str:
+    """Which method is fastest and where its lead over the slowest lies; 'no difference' where there is none."""
+    by_name = {method.method: method for method in methods if method_of(method.method).world != "worker"}
+    if len(by_name) < 2:
         return " ".join(method.verdict for method in methods)
-    quickest = min(many, key=lambda method: method.breakdown.median_s)
-    slowest = max(many, key=lambda method: method.breakdown.median_s)
-    times = {row.method: _times(events, row.method, plan.measure.warmup) for row in (quickest, slowest)}
-    shared = sorted(times[quickest.method].keys() & times[slowest.method].keys())
-    none = f"These {len(shared)} steps show no difference between the methods. {quickest.verdict}"
-    if len(shared) < 2:
-        return none
-    ratio = paired_ratio(*([times[row.method][number] for number in shared] for row in (slowest, quickest)))
-    if ratio.no_difference or ratio.median < 1:
-        return none
-    apart = {part: slow_s - quickest.breakdown.parts_s[part] for part, slow_s in slowest.breakdown.parts_s.items()}
-    part = max(apart, key=lambda part: apart[part])
-    return (
-        f"{quickest.method} is quickest, {slowest.method} slowest, {ratio.median:.2f} times as long "
-        f"step by step; the largest part of that is {part}, {format_seconds(apart[part])} more. {quickest.verdict}"
-    )
+    if not all(times.get(name) for name in by_name):
+        return "The methods have no step in common."
+    ranking = rank_times({name: times[name] for name in by_name})
+    text, first = sentence(ranking), by_name[ranking.fastest[0]]
+    if ranking.slower:
+        slowest = by_name[ranking.slower[-1][0]]
+        apart = {part: slow - first.breakdown.parts_s[part] for part, slow in slowest.breakdown.parts_s.items()}
+        part = max(apart, key=lambda part: apart[part])
+        text += f"; the largest part of that is {part}, {format_seconds(apart[part])} more"
+    return f"{text}. {first.verdict}"
+
+
+def _side_by_side(run: Run, methods: Sequence[MethodExplanation]) -> dict[str, list[float]]:
+    """Step times of the slowest rank by method, in the same order for all: as the comparison noted them where it came
+    to its end, since a turn of several steps is not its steps added up; otherwise the steps in all methods' logs."""
+    noted = {current_label(row["label"]): row["seconds"] for row in run.summary.get("rows", ()) if "label" in row}
+    names = [method.method for method in methods]
+    if run.kind == "compare" and all(name in noted for name in names):
+        return {name: list(noted[name]) for name in names}
+    times = {name: _times(run.events, name, run.plan.measure.warmup) for name in names}
+    shared = sorted(set.intersection(*(set(own) for own in times.values())))
+    return {name: [own[number] / 1e9 for number in shared] for name, own in times.items()}
+
+
+def _doubted(text: str, run: Run, times: Mapping[str, Sequence[float]]) -> str:
+    """With what is doubtful about the run's times in front. Where the time of one method went is not refused."""
+    if run.kind == "record" or _is_slowed(run.plan):
+        return text  # another's loop is what it is; and an experiment with a slowed rank says so itself
+    summary = run.summary
+    loads = [row.get("other_load") for row in (summary, *summary.get("rows", ()))]
+    figures = {"other_load": max((load for load in loads if load is not None), default=None)}
+    marks = tuple(run.marks) if summary else ()
+    timed = [Timed(seconds, figures, marks) for seconds in times.values()]
+    return doubted(text, timed, refuses=len(times) > 1)
 
 
 def _times(events: Events, method: str, warmup: int) -> dict[int, int]:
     """Of the slowest rank, by step."""
-    return {
-        step.number: max(rank_step.duration for rank_step in step.ranks.values())
-        for step in counted_steps(events, method, warmup)
-    }
+    steps = counted_steps(events, method, warmup)
+    return dict(zip(steps.numbers.tolist(), steps.longest.tolist(), strict=True))
 
 
 def _notes(plan: Plan) -> list[str]:
@@ -358,7 +408,7 @@ def _machine(run: Run) -> _Machine:
         found = run.machine
     except SynclineError:
         return _Machine()
-    plan, names = run.plan, found.get("bf16") or [None]
+    plan, names = run.plan, [name for name in found.get("bf16") or () if name in BF16_RATES] or [None]
     unused = plan.precision == "float32" and plan.device == "cpu" and not plan.replayed and run.kind != "record"
     return _Machine(int(found["cores"]) if found.get("cores") else None, names[0] if unused else None)
 
@@ -382,7 +432,7 @@ def _explain_step(run: Run, method: str, step: Step, events: Events) -> StepExpl
             )
         )
     missing = [rank for rank in events.taking_part(method) if rank not in step.ranks]
-    return StepExplanation(str(run.path), method, step.number, ranks, missing, events.problems)
+    return StepExplanation(shown(run.path), method, step.number, ranks, missing, events.problems)
 
 
 def _bucket_rows(step: Step, own: RankBreakdown, zero: int) -> list[BucketOnRank]:

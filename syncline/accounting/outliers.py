@@ -45,9 +45,8 @@ class Outliers:
     """Each of them waited for a worker that a data loader had just started."""
 
 
-def is_outlier(breakdowns: Breakdowns) -> list[bool]:
-    """For each step; of the slowest rank's time."""
-    times = [max(own.duration for own in by_rank.values()) for by_rank in breakdowns]
+def is_outlier(times: Sequence[int]) -> list[bool]:
+    """For each step, by the slowest rank's time."""
     if len(times) < FEWEST:
         return [False] * len(times)
     lower, middle, upper = statistics.quantiles(times, n=4, method="inclusive")
@@ -55,15 +54,25 @@ def is_outlier(breakdowns: Breakdowns) -> list[bool]:
     return [time > limit for time in times]
 
 
-def find_outliers(steps: Sequence[Step], breakdowns: Breakdowns, loader_starts: set[int]) -> list[Outliers]:
-    """By cause, the most expensive first. `loader_starts`: steps that need the first batch of a new loader worker."""
-    flags = is_outlier(breakdowns)
-    usual = [by_rank for by_rank, is_out in zip(breakdowns, flags, strict=True) if not is_out]
-    by_cause: dict[tuple[str, bool], list[int]] = defaultdict(list)
-    for index in (index for index, is_out in enumerate(flags) if is_out):
-        part = _cause(breakdowns[index], usual)
-        by_cause[part, part == "data" and steps[index].number in loader_starts].append(index)
-    found = [_describe(steps, breakdowns, usual, cause, indices) for cause, indices in by_cause.items()]
+def find_outliers(
+    slow: Sequence[tuple[Step, Mapping[int, RankBreakdown]]], usual: Breakdowns, loader_starts: set[int], *,
+    counted: int, usual_s: float,
+) -> list[Outliers]:  # fmt: skip
+    """By cause, the most expensive first. `slow`: the outliers; `loader_starts`: steps that need the first batch of a
+    new loader worker; `counted`: steps that were looked at; `usual_s`: what one of them usually takes."""
+    if not slow:
+        return []
+    usually = {
+        rank: {
+            part: statistics.median(by_rank[rank].parts[part] for by_rank in usual) for part in usual[0][rank].parts
+        }
+        for rank in usual[0]
+    }
+    by_cause: dict[tuple[str, bool], list[tuple[Step, Mapping[int, RankBreakdown]]]] = defaultdict(list)
+    for step, by_rank in slow:
+        part = _cause(by_rank, usually)
+        by_cause[part, part == "data" and step.number in loader_starts].append((step, by_rank))
+    found = [_describe(own, cause, counted, usual_s) for cause, own in by_cause.items()]
     return sorted(found, key=lambda outliers: -outliers.lost_s)
 
 
@@ -72,25 +81,23 @@ def _slowest(by_rank: Mapping[int, RankBreakdown]) -> RankBreakdown:
     return max(by_rank.values(), key=lambda own: own.duration - own.parts["wait"])
 
 
-def _cause(by_rank: Mapping[int, RankBreakdown], usual: Breakdowns) -> str:
+def _cause(by_rank: Mapping[int, RankBreakdown], usually: Mapping[int, Mapping[str, float]]) -> str:
     own = _slowest(by_rank)
-    excess = {part: spent - statistics.median(other[own.rank].parts[part] for other in usual)
-              for part, spent in own.parts.items() if part != "wait"}  # fmt: skip
+    excess = {part: spent - usually[own.rank][part] for part, spent in own.parts.items() if part != "wait"}
     return max(excess, key=lambda part: excess[part])
 
 
 def _describe(
-    steps: Sequence[Step], breakdowns: Breakdowns, usual: Breakdowns, cause: tuple[str, bool], indices: Sequence[int]
+    slow: Sequence[tuple[Step, Mapping[int, RankBreakdown]]], cause: tuple[str, bool], counted: int, usual_s: float
 ) -> Outliers:
-    times = [max(own.duration for own in breakdowns[index].values()) / 1e9 for index in indices]
-    usual_s = statistics.median(max(own.duration for own in by_rank.values()) for by_rank in usual) / 1e9
+    times = [max(own.duration for own in by_rank.values()) / 1e9 for _, by_rank in slow]
     return Outliers(
-        steps=[steps[index].number for index in indices],
-        counted=len(steps),
+        steps=[step.number for step, _ in slow],
+        counted=counted,
         part=cause[0],
-        rank=statistics.mode(_slowest(breakdowns[index]).rank for index in indices),
+        rank=statistics.mode(_slowest(by_rank).rank for _, by_rank in slow),
         step_s=statistics.median(times),
         usual_s=usual_s,
-        lost_s=sum(time - usual_s for time in times) / len(steps),
+        lost_s=sum(time - usual_s for time in times) / counted,
         loader_starts=cause[1],
     )

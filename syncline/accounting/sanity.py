@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from syncline.accounting.statistics import spread
+from syncline.accounting.statistics import spreads_overlap
 from syncline.marks import Mark
 from syncline.units import format_seconds
 
@@ -18,6 +18,7 @@ FEWEST_STEPS = 5
 RANKS_DISAGREE = 0.10
 OTHER_LOAD = 0.10
 WARM_UP_FACTOR = 1.5
+UNEVEN = 0.2
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ def inside_spread(first: Sequence[float], second: Sequence[float], names: tuple[
     """The difference of two medians is smaller than what each varies by itself."""
     if not first or not second:
         return None
-    difference = abs(statistics.median(first) - statistics.median(second))
-    if difference > max(spread(first), spread(second)) / 2:
+    if not spreads_overlap(first, second):
         return None
+    difference = abs(statistics.median(first) - statistics.median(second))
     return Warning(
         "spread", f"{names[0]} and {names[1]} differ by {format_seconds(difference)}, less than their spread: "
         "no difference."
@@ -98,6 +99,24 @@ def too_few_steps(counted: int, what: str) -> Warning | None:
         return None
     steps = "1 timed step" if counted == 1 else f"{counted} timed steps"
     return Warning("too few steps", f"{what}: {steps}; time at least {FEWEST_STEPS} before you trust a median.")
+
+
+def left_out(outliers: int, counted: int, what: str) -> Warning | None:
+    """Parts and means of a step do not hold the outliers; the median hardly notices them."""
+    if not outliers:
+        return None
+    steps = f"{outliers} of {counted} steps"
+    return Warning("outliers", f"{what}: {steps} took more than twice the usual time; parts and mean leave them out.")
+
+
+def uneven_steps(median_s: float, mean_s: float, what: str) -> Warning | None:
+    """Two tables of a report then give two numbers for a step."""
+    if mean_s <= median_s * (1 + UNEVEN):
+        return None
+    return Warning(
+        "uneven steps", f"{what}: steps differ so much that the mean, to which the parts add up, is "
+        f"{format_seconds(mean_s)} and the median {format_seconds(median_s)}."
+    )  # fmt: skip
 
 
 def other_load(share: float, what: str) -> Warning | None:
@@ -133,6 +152,10 @@ def _check(row: Measured, what: str) -> list[Warning]:
         warnings.append(ranks_disagree(figures["step_by_rank"], what))
     if figures.get("other_load") is not None:
         warnings.append(other_load(figures["other_load"], what))
+    warnings.append(left_out(figures.get("outliers", 0), len(row.seconds), what))
+    if row.seconds and sum(figures.get("step_by_rank", ())):
+        mean = statistics.fmean(figures["step_by_rank"])
+        warnings.append(uneven_steps(statistics.median(row.seconds), mean, what))
     if "counted" in figures and row.seconds:
         warnings.append(wrong_denominator(figures["counted"], len(row.seconds), what))
     warnings += [unreal_time(mark.text, what) for mark in row.marks]

@@ -42,7 +42,11 @@ class Ratio:
     median: float
     spread: float
     no_difference: bool
-    """1 lies between the quartiles."""
+    """1 lies between the quartiles, or within half the spread of the median; of medians that were not measured side
+    by side: their spreads overlap."""
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ±{self.spread / 2:.2f}"
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
@@ -50,7 +54,22 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
     ratios = [top / bottom for top, bottom in zip(above, below, strict=True)]
     middle = statistics.median(ratios)
     quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [middle] * 3
-    return Ratio(middle, spread(ratios), quartiles[0] <= 1.0 <= quartiles[2])
+    # Also by what is printed, median ± half the spread: quartiles need not lie evenly around the median.
+    within = quartiles[0] <= 1.0 <= quartiles[2] or abs(middle - 1.0) <= spread(ratios) / 2
+    return Ratio(middle, spread(ratios), within)
+
+
+def ratio_of_medians(above: Sequence[float], below: Sequence[float]) -> Ratio:
+    """Of what was not measured side by side; the relative spreads add up."""
+    top, bottom = statistics.median(above), statistics.median(below)
+    relative = spread(above) / top + spread(below) / bottom
+    return Ratio(top / bottom, top / bottom * relative, spreads_overlap(above, below))
+
+
+def spreads_overlap(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Median ± half the interquartile range, as it is printed, reaches that of the other."""
+    difference = abs(statistics.median(first) - statistics.median(second))
+    return difference <= (spread(first) + spread(second)) / 2
 
 
 def speedup(alone: Sequence[float], together: Sequence[float], *, work: float = 1.0) -> float:

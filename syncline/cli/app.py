@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 import syncline
+from syncline.cli.cluster import cluster
 from syncline.cli.doctor import doctor
 from syncline.cli.lab import lab, report, scale
 from syncline.cli.listing import data, models, schedule
 from syncline.cli.measuring import compare, probe, verify
 from syncline.cli.reading import explain, methods, runs, trace
-from syncline.cli.scripts import cluster, launch
+from syncline.cli.scripts import launch
 from syncline.cli.train import train
 
 app = typer.Typer(

@@ -10,7 +10,9 @@ import typer
 
 from syncline.cli import options
 from syncline.errors import UsageError
+from syncline.readiness import make_ready
 from syncline.store import ROOT
+from syncline.voice import Voice
 
 
 def doctor(
@@ -19,7 +21,9 @@ def doctor(
         int | None, typer.Option(help="Number of nodes; run this command on all of them at once.")
     ] = None,
     node_rank: Annotated[int | None, typer.Option(help="This node's number, counted from 0.")] = None,
+    token_file: options.TokenFile = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for other nodes.")] = 60.0,
+    when_busy: options.WhenBusy = "go",
     folder: Annotated[Path, typer.Option(help="Where runs and checkpoints are written.")] = ROOT,
     as_json: options.Json = False,
 ) -> None:
@@ -35,16 +39,20 @@ def doctor(
         examine_system,
         examine_way,
     )
+    from syncline.launcher.nodes.token import Tokens
     from syncline.launcher.route import find_route
 
     group = check_group(nodes, node_rank, wait)
+    if when_busy != "go":
+        make_ready(when_busy, Voice("progress" if as_json else "all"))
     if group is not None and rendezvous is None:
         raise UsageError("--nodes needs --rendezvous.", action="Write it as --rendezvous node0:29500.")
     route = find_route(rendezvous) if rendezvous else None
     findings: list[Finding] = [*examine_system(), *examine_machine(folder)]
     if route is not None:
         findings.append(examine_way(route))
-        findings += examine_nodes(route, group, folder) if group is not None else []
+    if route is not None and rendezvous is not None and group is not None:
+        findings += examine_nodes(route, group, folder, Tokens(rendezvous, token_file, folder))
     failed = any(finding.status == "fail" for finding in findings)
     if as_json:
         options.print_json({"passed": not failed, "findings": [asdict(finding) for finding in findings]})

@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 from syncline import jobs
+from syncline.accounting.doubts import compared
 from syncline.cli import options
 from syncline.launcher.nodes import JOIN_TIMEOUT_S
 from syncline.launcher.places import Here
-from syncline.report.terminal import certificate_table, comparison_table, probe_tables
+from syncline.remote import shown
+from syncline.report.terminal import certificate_table, comparison_table, print_paragraph, probe_tables
 from syncline.results import Comparison
 
 
@@ -39,15 +41,23 @@ def compare(
     nodes: options.Nodes = None,
     node_rank: options.NodeRank = None,
     rendezvous: options.Rendezvous = None,
+    token_file: options.TokenFile = None,
     join_timeout: options.JoinTimeout = JOIN_TIMEOUT_S,
     port: options.Port = 0,
+    engine: options.Engine = None,
+    address: options.Address = None,
+    master: options.Master = None,
+    when_busy: options.WhenBusy = "go",
     as_json: options.Json = False,
 ) -> None:
     """Time the methods side by side.
 
     They take turns step by step on the same batches, in one world of ranks.
     """
-    where = options.Where(hosts, workers_per_host, link, nodes, node_rank, rendezvous, join_timeout, port)
+    where = options.Where(
+        hosts, workers_per_host, link, nodes, node_rank, rendezvous, join_timeout, port, token_file,
+        options.engine_flags(engine, address, master),
+    )  # fmt: skip
     names = options.names(methods)
     flags = {
         "model": model, "data": data, "data_dir": data_dir, "workers": where.workers(workers), "threads": threads,
@@ -59,12 +69,13 @@ def compare(
     place = where.place(given)
     comparison = jobs.compare(
         given, methods=names, steps=steps, warmup=warmup, run_dir=run_dir, place=place,
-        show="progress" if as_json else "all",
+        when_busy=when_busy, show="progress" if as_json else "all",
     )  # fmt: skip
     if not place.owns_run:
         return
     if as_json:
-        options.print_json({"run": str(comparison.run.path), **comparison.summary})
+        said = compared(comparison.rows, comparison.summary["marks"])
+        options.print_json({"run": shown(comparison.run.path), "verdict": said, **comparison.summary})
     else:
         _show(comparison)
 
@@ -80,7 +91,9 @@ def _show(comparison: Comparison) -> None:
     comparison_table(comparison.rows, title=title, **counts)
     for mark in summary["marks"]:
         print(mark)
-    print(f"run folder {comparison.run.path}; next: syncline verify --workers {plan.workers}")
+    if said := compared(comparison.rows, summary["marks"]):
+        print_paragraph(said)
+    print(f"run folder {shown(comparison.run.path)}; next: syncline verify --workers {plan.workers}")
 
 
 def verify(
@@ -99,6 +112,9 @@ def verify(
     hosts: options.Hosts = None,
     link: options.Link = None,
     port: options.Port = 0,
+    engine: options.Engine = None,
+    address: options.Address = None,
+    master: options.Master = None,
     as_json: options.Json = False,
 ) -> None:
     """Prove that each method computes what one worker would.
@@ -107,11 +123,12 @@ def verify(
 
     Exit code 1 if any certificate fails.
     """
+    flags = options.engine_flags(engine, address, master)
     certificates = jobs.verify(
         workers=options.numbers(workers, "--workers"), methods=options.names(methods), models=options.names(models),
         transfer_dtype=transfer_dtype, batch_norm=batch_norm, precision=precision, threads=threads, seed=seed,
         hosts=hosts, link=link,
-        place=None if hosts else Here(port), show="progress" if as_json else "all",
+        place=flags.place() if flags else None if hosts else Here(port), show="progress" if as_json else "all",
     )  # fmt: skip
     if as_json:
         options.print_json({"passed": certificates.holds, "certificates": certificates.rows})
@@ -138,15 +155,22 @@ def probe(
     nodes: options.Nodes = None,
     node_rank: options.NodeRank = None,
     rendezvous: options.Rendezvous = None,
+    token_file: options.TokenFile = None,
     join_timeout: options.JoinTimeout = JOIN_TIMEOUT_S,
     port: options.Port = 0,
+    engine: options.Engine = None,
+    address: options.Address = None,
+    master: options.Master = None,
     as_json: options.Json = False,
 ) -> None:
     """Time all-reduce, send and receive, broadcast, gather and scatter by message size.
 
     Every result is checked. Latency and rate are fitted; `explain` holds what a run sent against that rate.
     """
-    where = options.Where(hosts, workers_per_host, link, nodes, node_rank, rendezvous, join_timeout, port)
+    where = options.Where(
+        hosts, workers_per_host, link, nodes, node_rank, rendezvous, join_timeout, port, token_file,
+        options.engine_flags(engine, address, master),
+    )  # fmt: skip
     num_workers = where.workers(workers)
     place = where.place(jobs.make_plan(None, {"workers": num_workers, "hosts": where.num_hosts, "link": link}))
     probed = jobs.probe(
@@ -157,10 +181,10 @@ def probe(
     if not place.owns_run:
         return
     if as_json:
-        options.print_json({"run": str(probed.run.path), **probed.summary})
+        options.print_json({"run": shown(probed.run.path), **probed.summary})
         return
     count = probed.run.plan.workers
     probe_tables(probed.rows, workers=count)
     for mark in probed.summary["marks"]:
         print(mark)
-    print(f"run folder {probed.run.path}; next: syncline compare --workers {count}")
+    print(f"run folder {shown(probed.run.path)}; next: syncline compare --workers {count}")

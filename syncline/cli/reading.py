@@ -16,15 +16,20 @@ from syncline.errors import PlanError
 from syncline.files import write_atomic
 from syncline.methods import METHODS, current_name, method_of
 from syncline.store import ROOT, RunFolder, list_runs, run_with_steps
+from syncline.units import printable
 
 
 def runs(
     root: Annotated[Path, typer.Option(help="Folder with the run folders.")] = ROOT, as_json: options.Json = False
 ) -> None:
     """List the runs, oldest first."""
-    found = list_runs(root)
+    problems: list[str] = []
+    found = list_runs(root, problems)
+    for problem in problems:
+        print(f"note: left out: {problem}", file=sys.stderr)
     if as_json:
-        options.print_json([{"run": str(run.path), **run.info(), "plan": run.plan().model_dump()} for run in found])
+        about = [{**run.info(), "status": run.status(), "plan": run.plan().model_dump()} for run in found]
+        options.print_json([{"run": str(run.path), **own} for run, own in zip(found, about, strict=True)])
     elif not found:
         print(f"no runs in {root.resolve()}; start one with: syncline train")
     else:
@@ -34,7 +39,7 @@ def runs(
 
 def _next(run: RunFolder) -> str:
     info = run.info()
-    unfinished = info["kind"] == "train" and info["status"] != "finished"
+    unfinished = info["kind"] == "train" and run.status() not in ("finished", "running")
     return f"syncline train --resume {run.path}" if unfinished else "syncline compare"
 
 
@@ -43,7 +48,7 @@ def _row(run: RunFolder) -> list[str]:
     method = plan.method if info["kind"] == "train" else "-"
     workers = "1 worker" if plan.workers == 1 else f"{plan.workers} workers"
     minute = f"{datetime.fromisoformat(info['created']):%Y-%m-%d %H:%M}"
-    return [str(run.path), info["status"], minute, info["kind"], plan.model, method, workers]
+    return [printable(str(run.path)), run.status(), minute, info["kind"], plan.model, method, workers]
 
 
 def _print_aligned(rows: list[list[str]]) -> None:
@@ -63,11 +68,11 @@ def methods(as_json: options.Json = False) -> None:
 
 
 def explain(
-    run: Annotated[Path | None, typer.Argument(help="A run folder; default the newest in runs/.")] = None,
+    run: Annotated[str | None, typer.Argument(help="A run's folder or URL; default the newest in runs/.")] = None,
     step: Annotated[int | None, typer.Option(help="Explain one step, rank by rank and bucket by bucket.")] = None,
     method: Annotated[str | None, typer.Option(help="Explain one method of a comparison.")] = None,
     probe: Annotated[
-        Path | None, typer.Option(help="A probe run to compute utilisation from; default the newest that fits.")
+        str | None, typer.Option(help="A probe run to compute utilisation from; default the newest that fits.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -90,7 +95,7 @@ def explain(
 
 
 def trace(
-    run: Annotated[Path | None, typer.Argument(help="A run folder; default the newest in runs/.")] = None,
+    run: Annotated[str | None, typer.Argument(help="A run's folder or URL; default the newest in runs/.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="File for the trace.")] = Path("trace.json"),
     method: Annotated[
         str | None, typer.Option(help="Method of a comparison; default the first that communicates.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,13 +11,15 @@ from syncline.cli import options
 from syncline.errors import RunFolderError
 from syncline.launcher.nodes import JOIN_TIMEOUT_S
 from syncline.plan import Plan
+from syncline.remote import shown
+from syncline.report.terminal import prediction_text
 from syncline.store import Run, resumable_run
-from syncline.units import format_seconds
+from syncline.units import format_count, format_seconds
 from syncline.voice import Show, Voice
 
 
 def train(
-    plan: Annotated[Path | None, typer.Argument(help="A plan (TOML); with --resume, a run folder.")] = None,
+    plan: Annotated[str | None, typer.Argument(help="A plan (TOML); with --resume, a run's folder or URL.")] = None,
     model: options.Model = None,
     data: options.Data = None,
     data_dir: options.DataDir = None,
@@ -55,13 +56,20 @@ def train(
     nodes: options.Nodes = None,
     node_rank: options.NodeRank = None,
     rendezvous: options.Rendezvous = None,
+    token_file: options.TokenFile = None,
     join_timeout: options.JoinTimeout = JOIN_TIMEOUT_S,
     port: options.Port = 0,
+    engine: options.Engine = None,
+    address: options.Address = None,
+    master: options.Master = None,
     print_plan: options.PrintPlan = False,
     as_json: options.Json = False,
 ) -> None:
     """Train a model on many workers, with one method."""
-    where = options.Where(hosts, workers_per_host, link, nodes, node_rank, rendezvous, join_timeout, port)
+    where = options.Where(
+        hosts, workers_per_host, link, nodes, node_rank, rendezvous, join_timeout, port, token_file,
+        options.engine_flags(engine, address, master),
+    )  # fmt: skip
     flags = {
         "model": model, "data": data, "data_dir": data_dir, "method": method, "workers": where.workers(workers),
         "threads": threads, "global_batch": global_batch, "steps": steps, "epochs": epochs, "recipe": recipe,
@@ -74,9 +82,9 @@ def train(
         changed = {name: value for name, value in flags.items() if name != "hosts" and value is not None}
         if run_dir is not None or profile or changed or not where.adds_nothing:
             raise RunFolderError("--resume continues a run exactly as planned: give no other plan flags with it.")
-        old = resumable_run(plan)
-        place = where.place(old.plan())
-        run = jobs.resume(old.path, place=place, show=show)
+        old = None if where.node_rank else resumable_run(plan)  # other nodes are told by node 0
+        place = where.place(old.plan() if old is not None else Plan())
+        run = jobs.resume(old.path if old is not None else None, place=place, show=show)
     else:
         given = jobs.make_plan(plan, flags)
         given = _with_profile(given) if profile else given
@@ -102,7 +110,7 @@ def _with_profile(plan: Plan) -> Plan:
 def _show(run: Run, *, as_json: bool) -> None:
     summary = run.summary
     if as_json:
-        options.print_json({"run": str(run.path), **summary})
+        options.print_json({"run": shown(run.path), **summary})
         return
     step = summary["step"]
     if step:
@@ -111,20 +119,22 @@ def _show(run: Run, *, as_json: bool) -> None:
             f"(first {step['warmup']} discarded), median {format_seconds(step['median_s'])}, "
             f"spread {format_seconds(step['spread_s'])}; {_rate(summary)}"
         )
+    if summary.get("predicted"):
+        print(f"method {summary['method']}: {prediction_text(summary['predicted'])}")
     if summary["loading"] and summary["loading"]["samples"]:  # none, where a resumed run had nothing left to do
         print(_loading(summary["loading"]))
     for mark in summary["marks"]:
         print(mark)
-    print(f"run folder {run.path}; next: syncline compare")
+    print(f"run folder {shown(run.path)}; next: syncline compare")
 
 
 def _loading(loading: dict[str, Any]) -> str:
     """On rank 0; the rate is what its loaders reach together while they are at work."""
     count = loading["loaders"]
     where = f"{count} loader process{'es' if count > 1 else ''}" if count else "the worker itself"
-    return f"rank 0 made {loading['samples']:,} samples in {where}, {loading['samples_per_s']:,.0f} a second"
+    return f"rank 0 made {loading['samples']:,} samples in {where}, {format_count(loading['samples_per_s'])} a second"
 
 
 def _rate(summary: dict[str, Any]) -> str:
     unit = next(unit for unit in ("tokens", "samples", "images") if f"{unit}_per_s" in summary)
-    return f"{summary[f'{unit}_per_s']:.0f} {unit}/s"
+    return f"{format_count(summary[f'{unit}_per_s'])} {unit}/s"

@@ -10,54 +10,12 @@ out a result rounds its own copy too, so that all ranks end with the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from syncline.collectives.schedule import Op, Schedule, chunk_bounds
+from syncline.collectives.schedule import Message, RankRound, Schedule, rank_rounds
 from syncline.comm.communicator import Communicator, Operation
-
-
-@dataclass(frozen=True)
-class Message:
-    """Elements start to stop of the buffer, to or from a peer."""
-
-    peer: int
-    start: int
-    stop: int
-    op: Op
-
-
-@dataclass(frozen=True)
-class RankRound:
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-
-
-def rank_rounds(schedule: Schedule, rank: int, num_elements: int) -> tuple[RankRound, ...]:
-    """One rank's messages, round by round; rounds without any are left out."""
-    bounds = chunk_bounds(num_elements, schedule.num_chunks)
-    rounds = []
-    for transfers in schedule.rounds:
-        sends = [(t.target, *bounds[t.chunk], t.op) for t in transfers if t.source == rank]
-        receives = [(t.source, *bounds[t.chunk], t.op) for t in transfers if t.target == rank]
-        messages = RankRound(_merged(sends), _merged(receives))
-        if messages.sends or messages.receives:
-            rounds.append(messages)
-    return tuple(rounds)
-
-
-def _merged(parts: list[tuple[int, int, int, Op]]) -> tuple[Message, ...]:
-    """Chunks that lie side by side and go the same way become one message; empty ones are dropped."""
-    messages: list[Message] = []
-    for peer, start, stop, op in sorted(parts):
-        last = messages[-1] if messages else None
-        if last and last.peer == peer and last.stop == start and last.op == op:
-            messages[-1] = Message(peer, last.start, stop, op)
-        elif stop > start:
-            messages.append(Message(peer, start, stop, op))
-    return tuple(messages)
 
 
 class Executor:

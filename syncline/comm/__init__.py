@@ -13,8 +13,13 @@ __all__ = ["Communicator", "instrumented"]
 
 
 def instrumented(
-    backend: Communicator, log: EventLog, *, deadline_s: float, name_of: Callable[[int], str] = "rank {}".format
+    backend: Communicator,
+    log: EventLog,
+    *,
+    deadline_s: float,
+    name_of: Callable[[int], str] = "rank {}".format,
+    name: str = "",
 ) -> Communicator:
     """The communicator that the product uses: every call compared across ranks and written to the log. `name_of` is
-    what errors call a rank."""
-    return Checked(Traced(backend, log), log, deadline_s=deadline_s, name_of=name_of)
+    what errors call a rank; `name` tells two of one backend apart."""
+    return Checked(Traced(backend, log), log, deadline_s=deadline_s, name_of=name_of, name=name)

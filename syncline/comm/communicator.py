@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from syncline.errors import CommunicationError
+from syncline.errors import CommunicationError, DeadlineError
 
 if TYPE_CHECKING:  # torch.distributed exports it only where it was built in
     from torch._C._distributed_c10d import Store
@@ -82,6 +82,23 @@ class Communicator(ABC):
         `body` gets the communicator below all wrappers, so that its messages cost no more than they must.
         """
         body(self)
+
+    # For waits that no operation is for, as in shared memory.
+
+    def wait_began(self, what: str) -> None:  # noqa: B027  (only Checked watches over waits)
+        """This rank waits for others, for long already."""
+
+    def wait_ended(self, what: str) -> None:  # noqa: B027
+        """That wait is over."""
+
+    def overdue(self, what: str, missing: Sequence[int]) -> CommunicationError:
+        """The error of a wait that has lasted longer than the deadline."""
+        names = ", ".join(f"rank {self.ranks[rank]}" for rank in missing)
+        return DeadlineError(f"{what} did not end within {self.deadline_s:g} s; missing: {names}.", rank=self.rank)
+
+    def lost(self, what: str, error: CommunicationError) -> CommunicationError:
+        """The error of a wait that has failed, with what is known of the place."""
+        return error
 
     @property
     def backend(self) -> Communicator:

@@ -8,6 +8,7 @@ mpi4py is imported when ranks connect: who does not use MPI need not have it.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import re
 import socket
@@ -27,6 +28,7 @@ from syncline.comm.communicator import Communicator, Operation, Work
 from syncline.comm.torch_backend import flat
 from syncline.errors import CommunicationError, DeadlineError, PeerLostError, PlanError
 from syncline.launcher.adopt import placement_from_environment
+from syncline.launcher.mpi.supervisor import STORE_VARIABLE, note_start
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -190,6 +192,26 @@ class _MpiWork:
 
 def connect_mpi(deadline: timedelta) -> MpiCommunicator:
     """Join the world that mpiexec has started. Collective."""
+    with _bounded(deadline.total_seconds()):
+        return _connect(deadline)
+
+
+@contextlib.contextmanager
+def _bounded(deadline_s: float) -> Iterator[None]:
+    """A deadline for MPI's start, in which no thread of Python runs. Our launcher keeps it; under another one this
+    process ends with a traceback that shows where it waited."""
+    if note_start(deadline_s, done=False):
+        yield
+        note_start(deadline_s, done=True)
+        return
+    faulthandler.dump_traceback_later(deadline_s, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _connect(deadline: timedelta) -> MpiCommunicator:
     mpi, owned = _initialised()
     world = mpi.COMM_WORLD
     _check_world(world.Get_size(), mpi.Get_library_version().split(",")[0].split("\n")[0])
@@ -277,7 +299,9 @@ def _check_world(size: int, library: str) -> None:
 
 
 def _shared_store(handle: MPI.Intracomm, address: str | None, deadline: timedelta) -> Store:
-    """Rank 0 hosts it: on `address`, or on its own address in the network."""
+    """The launcher's, if it is ours. Else rank 0 hosts it: on `address`, or on its own address in the network."""
+    if launchers := os.environ.get(STORE_VARIABLE):
+        return dist.TCPStore(LOOPBACK, int(launchers), is_master=False, timeout=deadline, wait_for_workers=False)
     store: Store | None = None
     place: tuple[str, int] | None = None
     if handle.Get_rank() == 0:

@@ -3,6 +3,9 @@
 The memory has no name (memfd) and goes from rank to rank as a file descriptor, so nothing can be left behind, and the
 size of a container's shared-memory mount does not matter. It is allocated at once: too little is an error now, not in
 the middle of training.
+
+The socket over which it goes has a name that everybody on the machine can see. So a descriptor goes only to a process
+of the same user that proves a secret, which went over the group.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import numpy as np
 import torch
 
 from syncline.comm.communicator import Communicator
-from syncline.errors import CommunicationError, DeadlineError, PeerLostError, PlanError
+from syncline.errors import CommunicationError, PeerLostError, PlanError
+from syncline.launcher.trust import is_proof, is_same_user, proof
 from syncline.machine import STRONG_MEMORY_ORDER, boot_id
 
 TOKEN_BYTES = 16
@@ -31,6 +35,8 @@ SPINS = 200
 YIELDS = 200
 LONGEST_SLEEP_S = 0.0002
 LOOK_EVERY_S = 0.2
+ANSWER_S = 2.0
+"""How long rank 0 waits for one that has connected; a rank that was slower connects again."""
 
 
 def check_one_host(communicator: Communicator) -> None:
@@ -75,7 +81,15 @@ def ranks_by_host(communicator: Communicator) -> list[list[int]]:
 
 def count_hosts(communicator: Communicator) -> int:
     """How many hosts the ranks are on, as far as shared memory is concerned. Collective."""
-    return len({tuple(identity) for identity in _identities(communicator)})
+    return len(ranks_that_share(communicator))
+
+
+def ranks_that_share(communicator: Communicator) -> list[list[int]]:
+    """The ranks of each host, as far as shared memory is concerned. Collective."""
+    hosts: dict[tuple[int, ...], list[int]] = {}
+    for rank, identity in enumerate(_identities(communicator)):
+        hosts.setdefault(tuple(identity), []).append(rank)
+    return list(hosts.values())
 
 
 def _identities(communicator: Communicator) -> list[list[int]]:
@@ -103,16 +117,16 @@ class Segment:
             self.memory = mmap.mmap(descriptor, header + num_bytes)
         finally:
             os.close(descriptor)
-        flags = np.frombuffer(self.memory, dtype=np.int64, count=header // 8)
-        self.flags = flags.reshape(self.world_size, LINE // 8)[:, 0]
+        words = np.frombuffer(self.memory, dtype=np.int64, count=header // 8).reshape(self.world_size, LINE // 8)
+        self.flags, self.left = words[:, 0], words[:, 1]
         self.start = header
 
     def tensor(self, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.start + offset)
 
     def _share(self, communicator: Communicator, size: int) -> int:
-        token = torch.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=torch.uint8).clone()
-        token = token.to(communicator.device)
+        words = torch.frombuffer(bytearray(secrets.token_bytes(2 * TOKEN_BYTES)), dtype=torch.uint8).clone()
+        words = words.to(communicator.device)
         problem = torch.zeros(1, dtype=torch.int64, device=communicator.device)
         descriptor, server = -1, None
         if self.rank == 0:
@@ -129,11 +143,16 @@ class Segment:
                     rank=self.rank,
                 )
             if self.rank == 0:
-                server = stack.enter_context(_listen(token))
-            communicator.broadcast(token, label="token")
+                server = stack.enter_context(_listen(_address(words)))
+            communicator.broadcast(words, label="token")
+            secret = _hex(words[TOKEN_BYTES:])
             if server is None:
-                return _receive_descriptor(token)
-            _hand_out(server, descriptor, self.world_size - 1)
+                return _fetch(_address(words), secret, communicator)
+            try:
+                _hand_out(server, descriptor, secret, communicator)
+            except BaseException:
+                os.close(descriptor)
+                raise
         return descriptor
 
 
@@ -147,31 +166,78 @@ def _allocate(size: int) -> int:
     return descriptor
 
 
-def _address(token: torch.Tensor) -> str:
+def _address(words: torch.Tensor) -> str:
     """An abstract address: no file, and visible only inside one network namespace."""
-    return f"\0syncline-{bytes(token.cpu().tolist()).hex()}"
+    return f"\0syncline-{_hex(words[:TOKEN_BYTES])}"
 
 
-def _listen(token: torch.Tensor) -> socket.socket:
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    server.bind(_address(token))
+def _hex(words: torch.Tensor) -> str:
+    return bytes(words.cpu().tolist()).hex()
+
+
+def _listen(address: str) -> socket.socket:
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(address)
     server.listen(128)
-    server.settimeout(30)
     return server
 
 
-def _hand_out(server: socket.socket, descriptor: int, count: int) -> None:
-    for _ in range(count):
-        connection, _ = server.accept()
-        with connection:
-            socket.send_fds(connection, [b"m"], [descriptor])
+def _hand_out(server: socket.socket, descriptor: int, secret: str, communicator: Communicator) -> None:
+    """Rank 0's side, until all others have it. Who proves nothing gets nothing, and is not counted."""
+    missing = set(range(1, communicator.world_size))
+    end = time.monotonic() + communicator.deadline_s
+    while missing:
+        server.settimeout(max(0.001, end - time.monotonic()))
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            raise communicator.overdue("handing out the shared memory", sorted(missing)) from None
+        with connection, contextlib.suppress(OSError, ValueError):
+            connection.settimeout(ANSWER_S)
+            rank = _proven(connection, secret)
+            if rank in missing:
+                socket.send_fds(connection, [b"m"], [descriptor])
+                missing.discard(rank)
 
 
-def _receive_descriptor(token: torch.Tensor) -> int:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(30)
-        client.connect(_address(token))
+def _proven(connection: socket.socket, secret: str) -> int | None:
+    """The rank at the other end, if it proves to be one."""
+    if not is_same_user(connection):
+        return None
+    challenge = secrets.token_hex(TOKEN_BYTES)
+    connection.sendall(challenge.encode())
+    rank, _, answer = connection.recv(200).decode().partition(" ")
+    return int(rank) if is_proof(answer, secret, rank, challenge) else None
+
+
+def _fetch(address: str, secret: str, communicator: Communicator) -> int:
+    """A rank's side. A connection that is refused or breaks is tried again: rank 0 may be crowded or slow."""
+    end = time.monotonic() + communicator.deadline_s
+    while True:
+        try:
+            return _fetch_once(address, secret, communicator.rank, max(0.001, end - time.monotonic()))
+        except OSError as error:
+            if time.monotonic() > end:
+                raise CommunicationError(
+                    f"the shared memory of rank {communicator.ranks[0]} could not be fetched within "
+                    f"{communicator.deadline_s:g} s: {error.strerror or error}.",
+                    action="Use method bucketed, or raise deadline_s.",
+                    rank=communicator.ranks[communicator.rank],
+                ) from error
+        time.sleep(0.02)
+
+
+def _fetch_once(address: str, secret: str, rank: int, patience_s: float) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.settimeout(patience_s)
+        client.connect(address)
+        if not is_same_user(client):
+            raise PermissionError("another user holds its address")
+        challenge = client.recv(200).decode(errors="replace")
+        client.sendall(f"{rank} {proof(secret, rank, challenge)}".encode())
         _, descriptors, _, _ = socket.recv_fds(client, 1, 1)
+        if not descriptors:
+            raise ConnectionRefusedError("rank 0 did not accept this rank's proof")
     return descriptors[0]
 
 
@@ -179,24 +245,32 @@ class Barrier:
     """All ranks wait until all have come, by counters in the segment. Memory written before is seen after."""
 
     def __init__(self, segment: Segment, communicator: Communicator) -> None:
-        self._flags = segment.flags
+        self._flags, self._left = segment.flags, segment.left
         self._rank = segment.rank
-        self._ranks = communicator.ranks
-        self._deadline_s = communicator.deadline_s
+        self._communicator = communicator
         self._count = 0
         self._processes = _open_peers(communicator)
 
     def wait(self, what: str) -> None:
         self._count += 1
         self._flags[self._rank] = self._count
+        if not self._come_at_once():
+            self._sleep_until_all_here(what)
+        self._communicator.wait_ended(what)
+
+    def _come_at_once(self) -> bool:
         for _ in range(SPINS):
             if self._all_here():
-                return
+                return True
         for _ in range(YIELDS):
             os.sched_yield()
             if self._all_here():
-                return
-        self._sleep_until_all_here(what)
+                return True
+        return False
+
+    def leave(self) -> None:
+        """Whoever still waits for this rank waits in vain, and is told."""
+        self._left[self._rank] = 1
 
     def close(self) -> None:
         for descriptor in self._processes.values():
@@ -222,21 +296,21 @@ class Barrier:
             pause = min(LONGEST_SLEEP_S, pause * 1.5)
             now = time.monotonic()
             if now - looked > LOOK_EVERY_S:
+                if looked == begin:
+                    self._communicator.wait_began(what)
                 looked = now
                 self._look_for_the_missing(what, now - begin)
 
     def _look_for_the_missing(self, what: str, waited_s: float) -> None:
         missing = [rank for rank, count in enumerate(self._flags.tolist()) if count < self._count]
-        dead = [rank for rank in missing if self._has_ended(rank)]
-        if dead:
-            raise PeerLostError(f"rank {self._ranks[dead[0]]} ended during {what}.", rank=self._ranks[self._rank])
-        if missing and waited_s > self._deadline_s:
-            names = ", ".join(f"rank {self._ranks[rank]}" for rank in missing)
-            raise DeadlineError(
-                f"{what} did not end within {self._deadline_s:g} s; missing: {names}.",
-                action="Look at what the missing ranks were doing, or raise deadline_s.",
-                rank=self._ranks[self._rank],
-            )
+        for rank in missing:
+            how = "ended" if self._has_ended(rank) else "left" if self._left[rank] else ""
+            if how:
+                ranks = self._communicator.ranks
+                error = PeerLostError(f"rank {ranks[rank]} {how} during {what}.", rank=ranks[self._rank])
+                raise self._communicator.lost(what, error)
+        if missing and waited_s > self._communicator.deadline_s:
+            raise self._communicator.overdue(what, missing)
 
 
 def _open_peers(communicator: Communicator) -> dict[int, int]:

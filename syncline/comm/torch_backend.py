@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from syncline.comm import devices
 from syncline.comm.communicator import Communicator, Operation, Work
+from syncline.comm.short_turns import new_threads_take_short_turns
 from syncline.errors import CommunicationError, DeadlineError, PeerLostError
 from syncline.launcher.adopt import Placement
 from syncline.launcher.route import Meeting
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 Result = TypeVar("Result")
+
+_MORE_S = 2.0
+"""How long a rank that could not connect waits for others to say the same."""
 
 
 class TorchCommunicator(Communicator):
@@ -37,7 +43,7 @@ class TorchCommunicator(Communicator):
         self.host_index = host_index
         self.rank = group.rank()
         self.world_size = group.size()
-        self._ranks: Sequence[int] = range(self.world_size)
+        self._ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self._owned = owned
         self._splits = 0
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
@@ -53,7 +59,8 @@ class TorchCommunicator(Communicator):
         self._splits += 1
         store = dist.PrefixStore(f"{name}#{self._splits}", self.store)
         whole = len(ranks) == dist.get_world_size()
-        group = dist.new_group(ranks, self.deadline, dist.get_backend(self.group)) if whole else self.group
+        with new_threads_take_short_turns():
+            group = dist.new_group(ranks, self.deadline, dist.get_backend(self.group)) if whole else self.group
         return TorchCommunicator(group, store, owned=whole, deadline=self.deadline, host_index=self.host_index)
 
     def part(self, name: str, groups: Sequence[Sequence[int]]) -> TorchCommunicator | None:
@@ -65,21 +72,24 @@ class TorchCommunicator(Communicator):
         self._splits += 1
         ranks = dist.get_process_group_ranks(self.group)
         whole = len(ranks) == dist.get_world_size()
+        if not whole:
+            # The name also counts the groups that there are. Wrappers that a script has dropped end theirs when they
+            # are collected, which is not at the same time on all ranks: they would wait under different names.
+            gc.collect()
         made, own = None, None
         for group in groups:
             is_ours = self.rank in group
             if whole or is_ours:
                 members = [ranks[member] for member in group]
-                new = dist.new_group(
-                    members, self.deadline, dist.get_backend(self.group), use_local_synchronization=not whole
-                )
+                with new_threads_take_short_turns():
+                    new = dist.new_group(
+                        members, self.deadline, dist.get_backend(self.group), use_local_synchronization=not whole
+                    )
                 made, own = (new, list(group)) if is_ours else (made, own)
         if made is None or own is None:
             return None
         store = dist.PrefixStore(f"{name}#{self._splits}/{own[0]}", self.store)
-        part = TorchCommunicator(made, store, owned=whole, deadline=self.deadline, host_index=self.host_index)
-        part._ranks = [self.ranks[member] for member in own]
-        return part
+        return TorchCommunicator(made, store, owned=whole, deadline=self.deadline, host_index=self.host_index)
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -114,16 +124,62 @@ def connect(
     place: Placement, *, backend: str, deadline: timedelta, meeting: Meeting | None = None
 ) -> TorchCommunicator:
     """Join the world that the launcher's environment describes, or that meets elsewhere."""
+    return join(open_store(place, deadline, meeting), place, backend=backend, deadline=deadline)
+
+
+def open_store(place: Placement, deadline: timedelta, meeting: Meeting | None = None) -> Store:
+    """What ranks find each other by. Once in a process: rank 0 may serve it."""
+    if meeting is not None:
+        return _meet(meeting, place.rank, deadline)
+    store, _, _ = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=deadline))
+    return store  # type: ignore[no-any-return]
+
+
+def join(store: Store, place: Placement, *, backend: str, deadline: timedelta) -> TorchCommunicator:
+    """Become a rank. Whoever joins again must give the store another prefix. Collective."""
     rank, world_size = place.rank, place.world_size
-    if meeting is None:
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=deadline))
-    else:
-        store = _meet(meeting, rank, deadline)
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=deadline
-    )
+    start = _Start(dist.PrefixStore("start", store), place, deadline.total_seconds())
+    start.wait_for_all("here", deadline.total_seconds(), "did not join the others")
+    try:
+        dist.init_process_group(
+            backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=deadline
+        )
+    except RuntimeError as error:
+        if isinstance(translate(error), DeadlineError):
+            # Torch names a key of the store. Those that give up too were waiting: the rest is what they waited for.
+            start.wait_for_all("tried", _MORE_S, "did not connect to the others")
+        raise
+    start.say("tried")
     prefixed = dist.PrefixStore("syncline", store)
     return TorchCommunicator(_world_group(), prefixed, owned=True, deadline=deadline, host_index=place.host_index)
+
+
+class _Start:
+    """How far each rank has come before there is a group, on the store."""
+
+    def __init__(self, store: Store, place: Placement, deadline_s: float) -> None:
+        self._store = store
+        self._place = place
+        self._deadline_s = deadline_s
+
+    def say(self, word: str) -> None:
+        self._store.set(f"{word}/{self._place.rank}", "")
+
+    def wait_for_all(self, word: str, seconds: float, failing: str) -> None:
+        """Until every rank has said the word; a DeadlineError that names those that have not."""
+        self.say(word)
+        keys = [f"{word}/{rank}" for rank in range(self._place.world_size)]
+        end, pause_s = time.monotonic() + seconds, 0.001
+        while not self._store.check(keys):
+            if time.monotonic() > end:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise DeadlineError(
+                    f"{', '.join(map(self._place.name_of, missing))} {failing} within {self._deadline_s:g} s.",
+                    action="See whether that process is stopped or stuck as it starts, or raise deadline_s.",
+                    rank=self._place.rank,
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
 
 
 def _meet(meeting: Meeting, rank: int, deadline: timedelta) -> Store:
@@ -150,6 +206,11 @@ def adopt(group: dist.ProcessGroup | None, *, deadline: timedelta, host_index: i
 
 _adopted: Counter[str] = Counter()
 """How often each group was adopted: communicators over one group must not share keys in the store."""
+
+
+def forget_groups() -> None:
+    """All groups are gone, and the ranks of the next ones, some of them new processes, meet on another store."""
+    _adopted.clear()
 
 
 def _world_group() -> dist.ProcessGroup:

@@ -1,8 +1,8 @@
 """The rank that a launcher gave us: the only file that reads and writes rank environment variables.
 
 torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and their relatives, and our own launcher sets the same ones. mpiexec sets
-others, which differ between Open MPI and MPICH, and Slurm's srun its own; torchrun's win where both are there, then
-mpiexec's. Everyone else in the product is handed a `Placement`.
+others, which differ between Open MPI and MPICH, and Slurm's srun its own, and so did Horovod's launcher; torchrun's
+win where both are there, then Horovod's, then mpiexec's. Everyone else in the product is handed a `Placement`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from syncline.launcher.watch import ancestors
 
 LAUNCHER_VARIABLE = "SYNCLINE_LAUNCHER"
 HOSTS_VARIABLE = "SYNCLINE_HOST_NAMES"
+ELASTIC_VARIABLE = "SYNCLINE_ELASTIC"
+"""Port of the store of an elastic run's launcher, and the slot of this process in it."""
 
 # Any one of these says that a launcher was at work. MASTER_ADDR alone does not: people export it in their shell.
 _SIGNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -26,6 +28,7 @@ _PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_HOROVOD = tuple(f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _MOST_HOSTS = 100_000
 _MPI_PROGRAMS = ("hydra_pmi_proxy", "mpiexec", "mpiexec.hydra", "mpirun", "prterun", "prted", "orted")
 _MPI_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_", "HYDI_", "PRTE_")
@@ -74,7 +77,7 @@ def placement_from_environment(environment: Mapping[str, str] | None = None) -> 
     """
     source = os.environ if environment is None else environment
     if not any(name in source for name in _SIGNS):
-        return _placement_from_mpi(source) or _placement_from_slurm(source)
+        return _placement_from_horovod(source) or _placement_from_mpi(source) or _placement_from_slurm(source)
     _require_all(source, _NEEDED, "or start with torchrun")
     local_world_size = _number(source, "LOCAL_WORLD_SIZE")
     rank, world_size = _number(source, "RANK"), _number(source, "WORLD_SIZE")
@@ -97,11 +100,65 @@ def placement_from_environment(environment: Mapping[str, str] | None = None) -> 
     return placement
 
 
+def horovod_variables(place: Placement) -> dict[str, str]:
+    """What Horovod's launcher would set for the rank in this place, for scripts that read it."""
+    values = (place.rank, place.world_size, place.local_rank, place.local_world_size)
+    cross = {"HOROVOD_CROSS_RANK": str(place.host_index), "HOROVOD_CROSS_SIZE": str(place.num_hosts)}
+    return {**dict(zip(_HOROVOD, map(str, values), strict=True)), **cross}
+
+
+def _placement_from_horovod(source: Mapping[str, str]) -> Placement | None:
+    """Of a launcher that sets Horovod's variables. Where ranks meet must be said beside them."""
+    if _HOROVOD[0] not in source:
+        return None
+    _require_all(source, (*_HOROVOD, "MASTER_ADDR", "MASTER_PORT"), "or start with horovodrun")
+    rank, world_size, local_rank, local_world_size = (_number(source, name) for name in _HOROVOD)
+    placement = Placement(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        host_index=_number(source, "HOROVOD_CROSS_RANK", rank // max(local_world_size, 1)),
+        num_hosts=_number(source, "HOROVOD_CROSS_SIZE", -(-world_size // max(local_world_size, 1))),
+        master_addr=source["MASTER_ADDR"],
+        master_port=_number(source, "MASTER_PORT"),
+        launcher=source.get(LAUNCHER_VARIABLE, "horovod"),
+        run_id="",
+    )
+    _check(placement, _HOROVOD)
+    return placement
+
+
 def torchrun_variables(place: Placement, max_restarts: int, log_dir: Path) -> dict[str, str]:
     """What torchrun would set for the rank in this place, and who set it.
 
     TORCHELASTIC_USE_AGENT_STORE tells ranks that the launcher serves the store, so that rank 0 does not.
     """
+    return {
+        **_variables(place),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(log_dir / "outcomes" / f"rank-{place.rank}.torch.json"),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        LAUNCHER_VARIABLE: place.launcher,
+    }
+
+
+def take_place(place: Placement) -> None:
+    """From now on this process is there, for everybody who reads the environment."""
+    os.environ.update(_variables(place))
+
+
+def elastic_from_environment() -> tuple[int, int, Placement] | None:
+    """Port, slot and place of a process whose launcher can replace ranks."""
+    text, place = os.environ.get(ELASTIC_VARIABLE, ""), placement_from_environment()
+    if not text or place is None:
+        return None
+    port, slot = text.split()
+    return int(port), int(slot), place
+
+
+def _variables(place: Placement) -> dict[str, str]:
     rank, world_size = str(place.rank), str(place.world_size)
     return {
         "RANK": rank,
@@ -117,17 +174,20 @@ def torchrun_variables(place: Placement, max_restarts: int, log_dir: Path) -> di
         "MASTER_PORT": str(place.master_port),
         "TORCHELASTIC_RUN_ID": place.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(place.restart),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": str(log_dir / "outcomes" / f"rank-{rank}.torch.json"),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        LAUNCHER_VARIABLE: place.launcher,
     }
 
 
 def is_rank_variable(name: str) -> bool:
     """True for variables that belong to one rank, and so must not be copied from the launcher to its ranks."""
-    known = (*_NEEDED, *_MPICH, LAUNCHER_VARIABLE)
+    known = (
+        *_NEEDED,
+        *_MPICH,
+        *_HOROVOD,
+        "HOROVOD_CROSS_RANK",
+        "HOROVOD_CROSS_SIZE",
+        LAUNCHER_VARIABLE,
+        ELASTIC_VARIABLE,
+    )
     return name in known or name.startswith((*_PREFIXES, *_MPI_PREFIXES))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import queue
 import shutil
 import socket
 import sys
@@ -21,9 +22,20 @@ from pathlib import Path
 from typing import Literal
 
 from syncline.errors import SynclineError, UsageError
+from syncline.launcher.nodes.door import Door, NotLetIn, knock
+from syncline.launcher.nodes.token import Tokens
 from syncline.launcher.route import Route
+from syncline.launcher.trust import is_loopback
 from syncline.launcher.wire import Connection, Message, NotAFrame
-from syncline.machine import STRONG_MEMORY_ORDER, available_bytes, bf16_instructions, cores
+from syncline.machine import (
+    STRONG_MEMORY_ORDER,
+    MachineLoad,
+    available_bytes,
+    bf16_instructions,
+    cores,
+    sample_load,
+)
+from syncline.readiness import is_busy, judged
 from syncline.units import format_bit_rate, format_bytes
 
 ENOUGH_MEMORY_BYTES = 2e9
@@ -46,10 +58,20 @@ class Finding:
 def examine_machine(folder: Path) -> list[Finding]:
     """What this machine can do by itself. `folder` is where runs are written."""
     checks: list[Callable[[], Finding]] = [
-        examine_cores, examine_threads, examine_memory, examine_bandwidth, examine_bf16, examine_torch,
+        examine_load, examine_cores, examine_threads, examine_memory, examine_bandwidth, examine_bf16, examine_torch,
         examine_backends, examine_shared_memory, examine_emulation, lambda: examine_folder(folder),
     ]  # fmt: skip
     return [check() for check in checks]
+
+
+def examine_load(sample: Callable[[], MachineLoad | None] = sample_load) -> Finding:
+    """Comes first: what is measured on a busy machine is worth little, the figures below included."""
+    load = sample()
+    if load is None:
+        return Finding("warn", "load", "unknown: there is no /proc/stat")
+    if is_busy(load):
+        return Finding("warn", "load", judged(load), "End other programs, or use --when-busy wait.")
+    return Finding("ok", "load", str(load))
 
 
 def examine_cores() -> Finding:
@@ -216,58 +238,71 @@ def examine_way(route: Route) -> Finding:
     return Finding("ok", "interface", found)
 
 
-def examine_nodes(route: Route, group: Group, folder: Path) -> list[Finding]:
+def examine_nodes(route: Route, group: Group, folder: Path, tokens: Tokens) -> list[Finding]:
     """Node 0's findings are about every other node."""
-    return _as_node_0(route, group, folder) if group.node_rank == 0 else _as_other_node(route, group)
-
-
-def _as_node_0(route: Route, group: Group, folder: Path) -> list[Finding]:
-    folder.mkdir(parents=True, exist_ok=True)
-    token = folder.resolve() / f".syncline-doctor-{uuid.uuid4().hex}"
-    token.write_text("seen")
-    findings, missing = [], set(range(1, group.nodes))
-    end = time.monotonic() + group.wait_s
+    if group.node_rank:
+        return _as_other_node(route, group, tokens)
     try:
-        with socket.create_server((route.target, route.port)) as server:
-            while missing and time.monotonic() < end:
-                server.settimeout(max(0.1, end - time.monotonic()))
-                # What is no node of ours, or breaks off, is not counted; the node may come again.
-                with contextlib.suppress(TimeoutError, ConnectionError, NotAFrame, KeyError, ValueError):
-                    node_rank, about_node = _serve(Connection(server.accept()[0]), token)
-                    missing.discard(node_rank)
-                    findings += about_node
+        with socket.create_server((route.target, route.port)) as listener:
+            return _as_node_0(listener, route, group, folder, tokens)
     except OSError as error:
         fix = "Run --node-rank 0 on the rendezvous host, on a free port."
         return [Finding("fail", "nodes", f"cannot listen at {route.target}:{route.port}: {error.strerror}", fix)]
-    finally:
-        token.unlink(missing_ok=True)
+
+
+def _as_node_0(listener: socket.socket, route: Route, group: Group, folder: Path, tokens: Tokens) -> list[Finding]:
+    folder.mkdir(parents=True, exist_ok=True)
+    sign = folder.resolve() / f".syncline-doctor-{uuid.uuid4().hex}"
+    sign.write_text("seen")
+    findings, missing = [], set(range(1, group.nodes))
+    end = time.monotonic() + group.wait_s
+    proven: queue.Queue[tuple[Connection, int]] = queue.Queue()
+    with contextlib.ExitStack() as stack:
+        stack.callback(sign.unlink, missing_ok=True)
+        credential = stack.enter_context(tokens.offered(_say, is_local=is_loopback(route.target)))
+        door = Door(listener, credential, group.nodes, lambda connection, seat: proven.put((connection, seat)))
+        stack.callback(door.close)
+        while missing and time.monotonic() < end:
+            # A node that breaks off is not counted; it may come again.
+            with contextlib.suppress(queue.Empty, OSError, NotAFrame, KeyError, TypeError, ValueError):
+                connection, node_rank = proven.get(timeout=max(0.1, end - time.monotonic()))
+                findings += _serve(connection, node_rank, sign)
+                missing.discard(node_rank)
     fix = "Start `syncline doctor` there too, and open the port in its firewall."
     late = f"did not connect within {group.wait_s:g} s"
     return [*findings, *(Finding("fail", f"node {node_rank}", late, fix) for node_rank in sorted(missing))]
 
 
-def _serve(connection: Connection, token: Path) -> tuple[int, list[Finding]]:
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _serve(connection: Connection, node_rank: int, sign: Path) -> list[Finding]:
     with contextlib.closing(connection):
         connection.set_patience(_PATIENCE_SECONDS)
-        hello = _next(connection)
-        connection.send({"say": "look", "for": str(token)})
+        name = str(_next(connection)["host"])
+        connection.send({"say": "look", "for": str(sign)})
         inward = _measure(connection)
         _flood(connection)
         report = _next(connection)
-    node_rank, name = int(hello["node_rank"]), str(hello["host"])
     links = _links(f"node {node_rank} ({name})", inward, float(report["outward"]))
-    return node_rank, [links, _files(node_rank, name, sees=bool(report["sees"]))]
+    return [links, _files(node_rank, name, sees=bool(report["sees"]))]
 
 
-def _as_other_node(route: Route, group: Group) -> list[Finding]:
+def _as_other_node(route: Route, group: Group, tokens: Tokens) -> list[Finding]:
     end = time.monotonic() + group.wait_s
     while True:
         try:
             with contextlib.closing(
                 Connection(socket.create_connection((route.target, route.port), 5))
             ) as connection:
-                _answer(connection, group)
+                knock(connection, tokens.found, group.node_rank)
+                _answer(connection)
             return [Finding("ok", "node 0", f"reached at {route.target}:{route.port}; it reports on the link")]
+        except NotLetIn as refused:
+            if not refused.may_pass or time.monotonic() > end:
+                return [Finding("fail", "node 0", refused.error.message, refused.error.action)]
+            time.sleep(0.2)
         except (OSError, NotAFrame, KeyError) as error:
             if time.monotonic() > end:
                 fix = "Start `syncline doctor --node-rank 0` there; open the port in its firewall."
@@ -276,13 +311,13 @@ def _as_other_node(route: Route, group: Group) -> list[Finding]:
             time.sleep(0.2)
 
 
-def _answer(connection: Connection, group: Group) -> None:
+def _answer(connection: Connection) -> None:
     connection.set_patience(_PATIENCE_SECONDS)
-    connection.send({"say": "hello", "node_rank": group.node_rank, "host": socket.gethostname()})
-    token = Path(str(_next(connection)["for"]))
+    connection.send({"say": "hello", "host": socket.gethostname()})
+    sign = Path(str(_next(connection)["for"]))
     _flood(connection)
     outward = _measure(connection)
-    connection.send({"say": "seen", "outward": outward, "sees": token.is_file()})
+    connection.send({"say": "seen", "outward": outward, "sees": sign.is_file()})
 
 
 def _links(what: str, inward: float, outward: float) -> Finding:
@@ -297,7 +332,7 @@ def _files(node_rank: int, name: str, *, sees: bool) -> Finding:
     what = f"checkpoints on node {node_rank}"
     if sees:
         return Finding("ok", what, f"{name} sees node 0's run folder")
-    fix = "Put runs on a file system that all nodes share, to resume after node 0 is lost."
+    fix = "Its checkpoints go to node 0. Share the folder, or use --run-dir s3://…, in case node 0 is lost."
     return Finding("warn", what, f"{name} does not see node 0's run folder", fix)
 
 

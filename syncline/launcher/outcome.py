@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from syncline.errors import CommunicationError, ContractError, RankFailed, SynclineError, UsageError
+from syncline.errors import CommunicationError, ContractError, DeadlineError, RankFailed, SynclineError, UsageError
 from syncline.files import write_atomic
 from syncline.launcher.wire import pack, unpack
 from syncline.machine import signal_name
@@ -33,6 +33,8 @@ Kind = Literal["", "own", "communication"]
 _HERE = str(Path(__file__).parent)
 
 _ECHO_SECONDS = 2.0
+_OVERDUE_SECONDS = 0.5
+"""After a deadline: whoever was waited for has had that long to say why it does not come."""
 _MEMORY_HINT = "If nobody did that by hand, the machine has probably run out of memory."
 
 # Gloo, NCCL and the store report broken connections as plain RuntimeErrors: their words are all there is.
@@ -92,22 +94,32 @@ class OutcomeFile:
         self._settle(replace(self._outcome, state="killed", signal=signal_name, sender=sender))
 
     def raised(self, error: BaseException) -> None:
-        final = replace(
-            self._outcome,
-            state="raised",
-            kind=kind_of(error),
-            type=type(error).__name__,
-            message=str(error),
-            traceback="".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__))),
-            usage_error=_packed(error),
-        )
-        self._settle(final)
+        self._settle(raising(self._outcome, error))
 
     def _settle(self, outcome: Outcome) -> None:
         with self._lock:
             if self._outcome.state == "running":
                 self._outcome = replace(outcome, time=time.time())
                 _write(self._path, self._outcome)
+
+
+def raising(outcome: Outcome, error: BaseException) -> Outcome:
+    """The outcome of a rank that raised this."""
+    return replace(
+        outcome,
+        state="raised",
+        kind=kind_of(error),
+        type=type(error).__name__,
+        message=str(error),
+        traceback=_traceback(error),
+        usage_error=_packed(error),
+    )
+
+
+def keep_outcome(log_dir: Path, outcome: Outcome) -> None:
+    """By the launcher, for a rank that told it and wrote no file."""
+    _folder(log_dir).mkdir(parents=True, exist_ok=True)
+    _write(_path(log_dir, outcome.rank), outcome)
 
 
 def output_files(log_dir: Path, rank: int) -> list[Path]:
@@ -176,13 +188,14 @@ class Ending:
     """How one rank's process ended, as the launcher saw it.
 
     `last_alive` is when the launcher last saw it running; `asked` that the launcher told it to stop; `forced` that
-    the launcher had to kill it.
+    the launcher had to kill it; `words` how it ended, where nobody can know an exit code.
     """
 
     exit_code: int | None
     last_alive: float
     asked: bool
     forced: bool
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -196,10 +209,10 @@ class _Failure:
     outcome: Outcome | None = None
 
 
-def judge(log_dir: Path, endings: list[Ending], *, keeps_logs: bool, first_rank: int = 0) -> SynclineError:
-    """The error that the run ends with. `endings` are of the ranks from `first_rank` on; `keeps_logs` says that the
-    ranks' log files outlive the run."""
-    ends = [_failure(rank, read_outcome(log_dir, rank), end) for rank, end in enumerate(endings, first_rank)]
+def judge(log_dir: Path, endings: Mapping[int, Ending], *, keeps_logs: bool) -> SynclineError:
+    """The error that the run ends with. `endings` by rank; `keeps_logs` says that the ranks' log files outlive the
+    run."""
+    ends = [_failure(rank, read_outcome(log_dir, rank), end) for rank, end in endings.items()]
     failures = [failure for failure in ends if failure is not None]
     if not failures:
         return RankFailed("All ranks were stopped from outside before they finished.")
@@ -207,6 +220,11 @@ def judge(log_dir: Path, endings: list[Ending], *, keeps_logs: bool, first_rank:
     usage_error = usage_error_of(first.outcome) if first.outcome else None
     if usage_error is not None:
         return usage_error
+    finished = [rank for rank in endings if has_finished(log_dir, rank)]
+    if first.is_echo and finished and "has finished" not in first.message:
+        # Torch's own words name nobody. A rank that is done takes its connections with it.
+        message = f"{first.message.rstrip()} ({_ranks_words(finished)} finished by then.)"
+        first = replace(first, message=message)
     return _rank_failed(first, failures, _where_output_is(log_dir, first.rank) if keeps_logs else "")
 
 
@@ -234,13 +252,20 @@ class Patience:
             self._first_failure_seen = time.monotonic()
         only_echoes = all(is_echo(self._log_dir, rank) for rank in failed)
         waited = time.monotonic() - self._first_failure_seen
-        return not only_echoes or None not in exit_codes.values() or waited > _ECHO_SECONDS
+        longest = _OVERDUE_SECONDS if any(_is_overdue(self._log_dir, rank) for rank in failed) else _ECHO_SECONDS
+        return not only_echoes or None not in exit_codes.values() or waited > longest
 
 
 def is_echo(log_dir: Path, rank: int) -> bool:
     """Whether this rank only tells of another rank's end."""
     outcome = read_outcome(log_dir, rank)
     return outcome is not None and outcome.state == "raised" and outcome.kind == "communication"
+
+
+def _is_overdue(log_dir: Path, rank: int) -> bool:
+    """Whether this rank ended because a deadline had passed."""
+    outcome = read_outcome(log_dir, rank)
+    return outcome is not None and outcome.type == DeadlineError.__name__
 
 
 def _failure(rank: int, outcome: Outcome | None, ending: Ending) -> _Failure | None:
@@ -262,6 +287,8 @@ def _wordless_failure(rank: int, outcome: Outcome | None, ending: Ending) -> _Fa
     finished = outcome is not None and outcome.state == "finished"
     if (finished and code == 0) or ending.forced or (ending.asked and _obeyed(code)):
         return None
+    if ending.words:
+        return _Failure(rank, False, ending.last_alive, ending.words)
     when = "before it could start" if outcome is None else "after its function returned" if finished else ""
     if code is not None and code < 0:
         name = signal_name(-code)
@@ -282,6 +309,10 @@ def _rank_failed(first: _Failure, failures: list[_Failure], where: str) -> RankF
     if first.traceback:
         error.add_note(f"\nRank {first.rank}'s own traceback:\n{first.traceback.rstrip()}")
     return error
+
+
+def _ranks_words(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} had" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} had"
 
 
 def _obeyed(code: int | None) -> bool:
@@ -312,13 +343,22 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_communication(error: BaseException) -> bool:
-    if isinstance(error, CommunicationError):
-        return True
+    return isinstance(error, CommunicationError) or is_about_connections(error)
+
+
+def is_about_connections(error: BaseException) -> bool:
+    """Whether torch means by this error that another rank is gone or late."""
     if isinstance(error, SynclineError) or not isinstance(error, RuntimeError):
         return False
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or any(word in str(error).lower() for word in _CONNECTION_WORDS)
+
+
+def _traceback(error: BaseException) -> str:
+    if isinstance(error, SynclineError) and not error.is_about_code:
+        return ""
+    return "".join(traceback.format_exception(type(error), error, user_frames(error.__traceback__)))
 
 
 def _packed(error: BaseException) -> str:

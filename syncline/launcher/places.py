@@ -3,29 +3,32 @@
 Here            processes of this machine; mpiexec's own where the method needs them
 Nodes           this machine is one of several that run the same command
 EmulatedHosts   hosts on this machine, joined by links of a given rate
+Engine          processes of a Ray or Spark cluster; see engines/
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline.errors import HostError, PlanError
 from syncline.launcher.here import run_ranks
+from syncline.launcher.home import Address
 from syncline.launcher.mpi import run_ranks_mpi
-from syncline.launcher.nodes import JOIN_TIMEOUT_S, JoinedNode, Node, joined
+from syncline.launcher.nodes import JOIN_TIMEOUT_S, JoinedNode, Node, joined, plan_of_node_0
 from syncline.launcher.starting import raise_if_interrupted, signals_noted, start_fork_server
 from syncline.machine import check_memory, signal_name
-from syncline.plan import Plan
+from syncline.plan import Plan, parse_plan
 from syncline.units import format_seconds
 from syncline.voice import Voice
 from syncline.words import MODELS
@@ -56,6 +59,10 @@ class Ranks(ABC):
     how_to_resume = ""
     """What a user must add to the command that resumes the run."""
 
+    def home(self, path: Path, created: str) -> Address | None:
+        """Where ranks that do not see the run folder reach it from now on; None where all see it."""
+        return None
+
     @abstractmethod
     def run(self, function: Callable[..., Any], args: Sequence[Any], plan: Plan, log_dir: Path | None) -> Any:
         """`function(*args)` on every rank of the plan, to its end; the first rank's result (on a node: of its own).
@@ -72,6 +79,14 @@ class Place(ABC):
     def ranks_here(self, plan: Plan) -> int:
         """How many of the plan's ranks share this machine."""
         return plan.workers
+
+    def opened(self) -> AbstractContextManager[None]:
+        """What must be reached before a plan can be settled. Within, more of these blocks do nothing."""
+        return nullcontext()
+
+    def settled(self, plan: Plan) -> Plan:
+        """The plan with what this place decides about it."""
+        return plan
 
     def prepare(self, plan: Plan) -> None:
         """Start early what takes long to start. Nothing depends on it."""
@@ -126,6 +141,13 @@ class Nodes(Place):
     def owns_run(self) -> bool:  # type: ignore[override]
         return self.node.node_rank == 0
 
+    def plan_of_node_0(self) -> Plan:
+        """For a node that resumes: it need not have the run's folder. Data that is elsewhere here is looked for."""
+        values = plan_of_node_0(self.node)
+        if not Path(values.get("data_dir", "")).exists():
+            del values["data_dir"]
+        return parse_plan(values)
+
     def ranks_here(self, plan: Plan) -> int:
         return plan.workers // plan.hosts
 
@@ -147,6 +169,9 @@ class RanksOfNode(Ranks):
         self.here = here
         self.owns_run = here.is_first
 
+    def home(self, path: Path, created: str) -> Address | None:
+        return self.here.serve(path, created)
+
     def run(self, function: Callable[..., Any], args: Sequence[Any], plan: Plan, log_dir: Path | None) -> Any:
         with _folder(log_dir) as folder:
             return _run_share(self.here, function, args, plan, folder)
@@ -167,6 +192,7 @@ class EmulatedHosts(Place):
         weights = _weights_bytes(plan)
         voice.say(check_memory(hosts=plan.hosts, ranks=plan.workers, weights_bytes=weights, replayed=plan.replayed))
         begin = time.monotonic()
+        voice.doing(f"starting {plan.hosts} emulated hosts")
         with signals_noted() as signals, EmulatedCluster(plan.hosts, links, preload=PRELOAD) as cluster:
             up = format_seconds(time.monotonic() - begin)
             link = measure_links(cluster)
@@ -187,17 +213,18 @@ class _RanksOnHosts(Ranks):
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], plan: Plan, log_dir: Path | None) -> Any:
         raise_if_interrupted(self._signals)
+        token = secrets.token_hex(16)
         with _folder(log_dir) as folder:
-            hosts = [self._start(host, function, args, plan, folder) for host in range(plan.hosts)]
+            hosts = [self._start(host, token, function, args, plan, folder) for host in range(plan.hosts)]
             self._watch(hosts)
             return hosts[0].result()
 
     def _start(
-        self, host: int, function: Callable[..., Any], args: Sequence[Any], plan: Plan, folder: Path
+        self, host: int, token: str, function: Callable[..., Any], args: Sequence[Any], plan: Plan, folder: Path
     ) -> HostProcess:
         """Host 0 has the terminal. The others end with the same words, so theirs are dropped."""
         cluster = self._cluster
-        node = Node(cluster.num_hosts, host, f"{cluster.address(0)}:{_PORT}", self._join_timeout_s)
+        node = Node(cluster.num_hosts, host, f"{cluster.address(0)}:{_PORT}", self._join_timeout_s, token)
         output = None if host == 0 else subprocess.DEVNULL
         voice = self._voice if host == 0 else Voice()
         # Temporary files live in the host's own memory: whatever ends it, nothing is left of them.
@@ -245,20 +272,16 @@ def _run_share(here: JoinedNode, function: Callable[..., Any], args: Sequence[An
 @contextmanager
 def _joined(node: Node, plan: Plan, voice: Voice) -> Iterator[JoinedNode]:
     start = time.monotonic()
+    whole = plan.model_dump(mode="json", exclude_none=True)  # as it will look on the other side
     with joined(
-        node, common(plan), deadline_s=plan.deadline_s, max_restarts=plan.max_restarts, say=voice.say
-    ) as here:
+        node, whole, of_each=OF_EACH_MACHINE, deadline_s=plan.deadline_s, max_restarts=plan.max_restarts,
+        say=voice.say,
+    ) as here:  # fmt: skip
         if here.is_first:
             voice.say(f"{node.nodes} nodes have joined, after {format_seconds(time.monotonic() - start)}")
         else:
             voice.say(f"all nodes have joined; progress and results are on host {here.hosts[0][0]} (node 0)")
         yield here
-
-
-def common(plan: Plan) -> Mapping[str, Any]:
-    """What must be equal on all nodes, as it will look on the other side."""
-    whole = plan.model_dump(mode="json", exclude_none=True)
-    return {key: value for key, value in whole.items() if key not in OF_EACH_MACHINE}
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from syncline.errors import UsageError
 from syncline.files import write_atomic
-from syncline.launcher import watch
+from syncline.launcher import stacks, watch
 from syncline.launcher.adopt import placement_from_environment
 from syncline.launcher.outcome import OutcomeFile, output_files
 from syncline.launcher.wire import pack, unpack
@@ -51,6 +51,8 @@ class Task:
     terminal: Terminal | None = None
     is_script: bool = False
     """A whole program: its exit code says how it went. A function's rank must also leave a result."""
+    number: int | None = None
+    """Names the files of this process, where that is not its rank: an elastic run numbers ranks anew."""
 
 
 def live(task: Task) -> NoReturn:
@@ -60,15 +62,18 @@ def live(task: Task) -> NoReturn:
     place = placement_from_environment()
     if place is None:
         raise UsageError("This process was not started as a rank.")
-    outcome = OutcomeFile(Path(task.log_dir), place.rank)
+    number = place.rank if task.number is None else task.number
+    outcome = OutcomeFile(Path(task.log_dir), number)
     watch.start(task.launcher, outcome, task.leftovers)
     try:
-        redirect_output(Path(task.log_dir), place.rank, task.terminal)
+        redirect_output(Path(task.log_dir), number, task.terminal)
+        stacks.write_on_signal(Path(task.log_dir), number)
         # Or a rank's own children would come from a fork server too: they start late and need picklable arguments.
         multiprocessing.set_start_method(None, force=True)
-        _run(task, place.rank)
+        _run(task, number)
         outcome.finished()
         wind_down()
+        stacks.forget_empty()
     except BaseException as error:
         outcome.raised(error)
         watch.leave(1)
@@ -103,7 +108,7 @@ def take_result(log_dir: Path, rank: int, *, may_be_missing: bool = False) -> An
     return result
 
 
-def _run(task: Task, rank: int) -> None:
+def _run(task: Task, number: int) -> None:
     import torch
 
     torch.set_num_threads(task.threads)
@@ -116,7 +121,7 @@ def _run(task: Task, rank: int) -> None:
         if leaving.code not in (None, 0):
             raise
     # A file, and not a pipe: a rank that is killed halfway must not leave the launcher waiting for the rest.
-    write_atomic(result_path(Path(task.log_dir), rank), pack(result), durable=False)
+    write_atomic(result_path(Path(task.log_dir), number), pack(result), durable=False)
 
 
 def wind_down() -> None:

@@ -10,7 +10,6 @@ The port follows from the job's id, so that two jobs on one machine do not meet.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 import time
 import zlib
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from syncline.errors import UsageError
 from syncline.launcher.adopt import Placement
 from syncline.launcher.starting import LOOPBACK, listening
+from syncline.launcher.trust import is_loopback
 from syncline.launcher.wire import Connection
 
 _ATTEMPT_SECONDS = 3.0
@@ -73,7 +73,7 @@ def resolve_name(host: str) -> str:
         ) from None
     addresses = sorted((str(entry[4][0]) for entry in entries), key=lambda address: ":" in address)
     address = addresses[0]
-    if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host not in (address, "localhost"):
+    if is_loopback(address) and host not in (address, "localhost"):
         # Debian's /etc/hosts gives a machine's own name the address 127.0.1.1, where no other machine can reach it.
         raise UsageError(
             f"the rendezvous host {host!r} resolves to {address} here, which other nodes cannot reach.",
@@ -106,7 +106,7 @@ def interface_of(address: str) -> str:
             addresses = dict(entry["attrs"])
             if address in (addresses.get("IFA_LOCAL"), addresses.get("IFA_ADDRESS")):
                 return socket.if_indextoname(entry["index"])
-    if ipaddress.ip_address(address).is_loopback:  # all of 127.0.0.0/8, of which only 127.0.0.1 is listed
+    if is_loopback(address):  # all of 127.0.0.0/8, of which only 127.0.0.1 is listed
         return "lo"
     raise UsageError(f"no network interface has the address {address}.", action="Set GLOO_SOCKET_IFNAME.")
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_PRELOAD = ("torch", "torch.distributed", "numpy", "cloudpickle", "syncline.launcher.rank_life")
+DEFAULT_PRELOAD = (
+    "torch", "torch.distributed", "numpy", "cloudpickle", "syncline.launcher.rank_life", "syncline.launcher.quick_end"
+)  # fmt: skip
 _LAUNCHER_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 _STORE_TIMEOUT = timedelta(minutes=5)
 _LONGEST_BASE = 70

@@ -65,7 +65,7 @@ class Silent:
 def on_stop(callback: Callable[[], object]) -> None:
     """Run `callback` in the watcher's thread if the rank is stopped from outside, before the process exits.
 
-    All callbacks together have two seconds; the main thread may be blocked and may hold locks.
+    All callbacks together have two seconds, the last one first; the main thread may be blocked and may hold locks.
     """
     _callbacks.append(callback)
 
@@ -82,6 +82,14 @@ def identify(pid: int) -> Watched:
         return Watched(pid, fields[19])
     except (OSError, IndexError):
         return Watched(pid, "")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process was stopped (SIGSTOP, Ctrl-Z, a debugger): it can answer nothing."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
 
 
 def ancestors(pid: int) -> Iterator[tuple[int, str]]:
@@ -228,7 +236,7 @@ def _tidy(callbacks: bool) -> None:
     # A rank may hear of its launcher's end from ranks on other hosts first.
     for watcher in _watchers:
         watcher.tidy_for_launcher()
-    for callback in _callbacks if callbacks else ():
+    for callback in reversed(_callbacks) if callbacks else ():
         with contextlib.suppress(Exception):
             callback()
     for child in multiprocessing.active_children():

@@ -2,7 +2,7 @@
 
 A frame is four magic bytes, the lengths of message and payload, the message, and the payload (a file, where there is
 one). Over a Unix socket, open descriptors go with it. Messages are JSON and not pickles: whoever reaches a node can
-say something, but run nothing.
+say something, but run nothing. Of somebody who has not proven yet who they are, only a short message is read.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from syncline import errors
 from syncline.errors import RankFailed, SynclineError
+from syncline.launcher.trust import is_same_user
 
 Message = dict[str, Any]
 
@@ -26,6 +27,8 @@ _MAGIC = b"SYN1"
 _HEAD = struct.Struct("!4sII")
 _LONGEST_MESSAGE = 2**22
 _LONGEST_PAYLOAD = 2**28
+LONGEST_OF_STRANGERS = 4096
+"""Bytes of a frame from somebody unproven, payload included."""
 
 
 class NotAFrame(Exception):
@@ -52,8 +55,9 @@ def send_frame(
     connected.sendall(head + text + payload)
 
 
-def receive_frame(connected: socket.socket, most_descriptors: int = 0) -> Frame | None:
-    """The next frame, or None when the other end is gone. What is no frame raises NotAFrame."""
+def receive_frame(connected: socket.socket, most_descriptors: int = 0, longest: int | None = None) -> Frame | None:
+    """The next frame, or None when the other end is gone. What is no frame, or has more than `longest` bytes, raises
+    NotAFrame before more of it is read."""
     descriptors: list[int] = []
     try:
         head = b""
@@ -63,23 +67,49 @@ def receive_frame(connected: socket.socket, most_descriptors: int = 0) -> Frame 
             if not head:
                 return None
         head += _exactly(connected, _HEAD.size - len(head))
-        magic, text_length, payload_length = _HEAD.unpack(head)
-        if magic != _MAGIC or text_length > _LONGEST_MESSAGE or payload_length > _LONGEST_PAYLOAD:
-            raise NotAFrame
+        text_length, payload_length = _lengths(head, longest)
         text, payload = _exactly(connected, text_length), _exactly(connected, payload_length)
-        message = json.loads(text)
-        if not isinstance(message, dict):
-            raise NotAFrame
-        received = Frame(message, payload, descriptors)
+        received = Frame(_message(text), payload, descriptors)
         descriptors = []
         return received
     except OSError:
         return None
-    except ValueError:
-        raise NotAFrame from None
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def parse_frame(data: bytes | bytearray) -> Message | None:
+    """The message of a stranger's frame, None while there is not all of it. What is no such frame, or is followed by
+    anything, raises NotAFrame."""
+    if len(data) < _HEAD.size:
+        if not _MAGIC.startswith(data[: len(_MAGIC)]):
+            raise NotAFrame
+        return None
+    length = sum(_lengths(bytes(data[: _HEAD.size]), LONGEST_OF_STRANGERS))
+    if len(data) - _HEAD.size > length:
+        raise NotAFrame
+    return _message(bytes(data[_HEAD.size :])) if len(data) - _HEAD.size == length else None
+
+
+def _lengths(head: bytes, longest: int | None) -> tuple[int, int]:
+    """Bytes of message and payload."""
+    magic, text, payload = _HEAD.unpack(head)
+    if magic != _MAGIC or text > _LONGEST_MESSAGE or payload > _LONGEST_PAYLOAD:
+        raise NotAFrame
+    if longest is not None and _HEAD.size + text + payload > longest:
+        raise NotAFrame
+    return text, payload
+
+
+def _message(text: bytes) -> Message:
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):
+        raise NotAFrame from None
+    if not isinstance(message, dict):
+        raise NotAFrame
+    return message
 
 
 class Connection:
@@ -90,7 +120,7 @@ class Connection:
         connected.settimeout(None)
         self._socket = connected
         self._sending = threading.Lock()
-        self.peer = str(connected.getpeername()[0])
+        self.peer, self.port = str(connected.getpeername()[0]), int(connected.getpeername()[1])
 
     def send(self, message: Message, payload: bytes = b"") -> bool:
         """Whether the network accepted it; False if the connection is closed or broken."""
@@ -101,9 +131,14 @@ class Connection:
             return False
         return True
 
-    def receive(self) -> tuple[Message, bytes] | None:
+    @property
+    def is_same_user(self) -> bool:
+        """Whether the other end is on this machine and belongs to the same user."""
+        return is_same_user(self._socket)
+
+    def receive(self, longest: int | None = None) -> tuple[Message, bytes] | None:
         """The next message and its payload, or None when the other end is gone."""
-        frame = receive_frame(self._socket)
+        frame = receive_frame(self._socket, longest=longest)
         if frame is None:
             return None
         if not isinstance(frame.message.get("say"), str):
@@ -113,6 +148,10 @@ class Connection:
     def set_patience(self, seconds: float | None) -> None:
         """How long `receive` waits for each piece before it gives the other end up."""
         self._socket.settimeout(seconds)
+
+    def take(self) -> socket.socket:
+        """The socket itself, for what is no frame. The connection is the taker's from now on."""
+        return self._socket
 
     def close(self) -> None:
         close_now(self._socket)

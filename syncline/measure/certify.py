@@ -143,13 +143,16 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Certifier:
-    """Collective: every rank runs the same calls. Only rank 0 judges; the others return None."""
+    """Collective: every rank runs the same calls. Only rank 0 judges; the others return None.
+
+    A method that stands alone takes the whole batch in a world of one rank, and splits it for its workers itself."""
 
     communicator: Communicator
     make_sync: Callable[[Communicator], GradientSync]
     make_model: Callable[[], nn.Module]
     batches: Batches
     sharding: Sharding
+    """The shares that workers compute: those of ranks, unless the method stands alone."""
     log: EventLog
     make_exact: Callable[[Communicator], GradientSync] | None = None
     """The same method without lossy transfers, where `make_sync` has them."""
@@ -224,7 +227,8 @@ class Certifier:
         reference = self.make_model()
         self._equalise(model, reference)
         for step in range(self.steps):
-            self._gradient_of_every_rank(worker, step, update=True)
+            gradient_step(worker, self._taken(step), worker.sync.finish_for_update)
+            worker.sync.update(worker.optimizer)
             if self.communicator.rank == 0:
                 _update(reference, mean_in_rank_order(self._one_after_the_other(reference, step)))
         worker.sync.detach()
@@ -238,6 +242,7 @@ class Certifier:
         module = attach(sync, model, self.batch_norm)
         _turned_off(module, off)
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        sync.bind(optimizer)
         return model, Worker(model, module, sync, optimizer, batches, self.log, precision=self.precision)
 
     def _equalise(self, model: nn.Module, reference: nn.Module) -> None:
@@ -247,17 +252,20 @@ class Certifier:
                 target.copy_(source)
         broadcast_state(self.communicator, model)
 
-    def _gradient_of_every_rank(self, worker: Worker, step: int, *, update: bool = False) -> list[Tensor]:
+    def _gradient_of_every_rank(self, worker: Worker, step: int) -> list[Tensor]:
         """What the method left in .grad, rank by rank, on rank 0; nothing on the others."""
-        gradient_step(worker, next(self.sharding.epoch(0, step)))
+        gradient_step(worker, self._taken(step))
         own = _flat_gradient(worker.model)
-        if update:
-            worker.optimizer.step()
         worker.optimizer.zero_grad()
-        parts = [torch.empty_like(own) for _ in range(self.sharding.world_size)]
+        parts = [torch.empty_like(own) for _ in range(self.communicator.world_size)]
         with self.communicator.scope(f"certify {own.dtype}"):
             self.communicator.gather(own, parts if self.communicator.rank == 0 else None, label="gradients")
         return parts if self.communicator.rank == 0 else []
+
+    def _taken(self, step: int) -> Shard:
+        """This rank's part of the batch."""
+        own = replace(self.sharding, rank=self.communicator.rank, world_size=self.communicator.world_size)
+        return next(own.epoch(0, step))
 
     def _one_after_the_other(self, reference: nn.Module, step: int) -> list[Tensor]:
         """Each rank's share of the mean, computed here."""

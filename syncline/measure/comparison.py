@@ -7,8 +7,11 @@ waited for outside the clock, and measured too: nothing travels for free.
 
 from __future__ import annotations
 
+import math
 import statistics
+import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -43,6 +46,8 @@ class Contender:
     label: str
     method: str
     threads: int
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of this contender alone, over the plan's."""
     seconds: list[float] = field(default_factory=list)
     """By turn, of a step."""
     left_s: list[float] = field(default_factory=list)
@@ -57,10 +62,16 @@ class Contender:
 
 
 def contenders(methods: Sequence[str], *, threads: int, cores: int) -> list[Contender]:
-    """`single` twice: with one worker's threads (one node of the cluster) and with all cores of this machine."""
+    """`single` twice: with one worker's threads (one node of the cluster) and with all cores of this machine.
+
+    A method may come with options of its own, so that several settings take turns: "ddp:bucket_cap_mb=5".
+    """
     entries = []
-    for method in methods:
-        entries.append(Contender(method, method, threads))
+    for word in methods:
+        method, *settings = word.split(":")
+        options = tomllib.loads("\n".join(settings))
+        label = ", ".join([method, *settings]).replace('"', "")
+        entries.append(Contender(label, method, threads, options))
         if method == BASELINE and cores != threads:
             entries.append(Contender(f"{method}, all cores", method, cores))
     return entries
@@ -94,7 +105,8 @@ class Comparison:
                 self._take_turn(entry, worker, round_index)
                 done = round_index * len(self.entries) + turn + 1
                 loss = entry.loss_sum / max(entry.num_samples, 1)
-                rate = self.plan.global_batch * self.batches.task.units_per_sample / entry.seconds[-1]
+                batch = min(self.plan.global_batch, self.batches.num_train)
+                rate = batch * self.batches.task.units_per_sample / entry.seconds[-1]
                 self.observer.step(done, self.rounds * len(self.entries), loss, rate)
         for entry, worker in zip(self.entries, workers, strict=True):
             self.log.method = entry.label
@@ -103,7 +115,13 @@ class Comparison:
         self.log.method = ""
         seconds = self._slowest("step times", [entry.seconds for entry in self.entries])
         left = self._slowest("left over", [entry.left_s for entry in self.entries])
-        rows = compare_rows(self.plan, self.entries, seconds, self._losses(), self.batches.task)
+        about = (self.batches.task, self.batches.num_train)
+        rows = compare_rows(self.plan, self.entries, seconds, self._losses(), *about)
+        for row in rows:
+            row["train_samples"] = self.batches.num_train
+        for row, worker in zip(rows, workers, strict=True):
+            if worker is not None and worker.sync.predicted is not None:
+                row["predicted"] = {**worker.sync.predicted, "measured_s": row["step"]["median_s"]}
         return rows if self.plan.measure.block == 1 else _with_left_over(self.plan, rows, left)
 
     def _prepare(self, entry: Contender) -> Worker | None:
@@ -113,8 +131,9 @@ class Comparison:
         if not entry.alone and not self.plan.replayed:
             sharding = Sharding(self.batches.num_train, self.plan.global_batch, 0, 0, self.communicator.world_size)
             check_fit(self.plan, model, self.batches.task, sharding, self.rounds)
-        options = {"batch_norm": self.plan.batch_norm, **self.plan.options_for(entry.method)}
+        options = {"batch_norm": self.plan.batch_norm, **self.plan.options_for(entry.method), **entry.options}
         sync = make_sync(entry.method, self.communicator, log=self.log, **options)
+        sync.looks_for_nan = step_settings(self.plan)["on_nan"] != "ignore"
         module = attach(sync, model, self.plan.batch_norm)
         delays = delays_of(self.plan, self.communicator.rank)
         settings = {"delays": delays, "accumulate": self.plan.accumulate, **step_settings(self.plan)}
@@ -147,6 +166,8 @@ class Comparison:
         start_ns = time.monotonic_ns()
         if worker is not None:
             result = train_step(worker, shard)
+            if result.not_finite is not None and math.isfinite(entry.loss_sum):
+                print(result.not_finite, file=sys.stderr, flush=True)
             if self.plan.measure.block == 1:
                 worker.sync.synchronize()
             entry.loss_sum, entry.num_samples = result.loss * result.num_samples, result.num_samples
@@ -193,6 +214,7 @@ def compare_rows(
     seconds: Sequence[Sequence[float]],
     losses: Sequence[float],
     task: Task,
+    num_train: int,
 ) -> list[dict[str, Any]]:
     """The table. Speed-up is at one global batch, against `single` with one worker's threads, where that ran."""
     by_label = {entry.label: list(times) for entry, times in zip(entries, seconds, strict=True)}
@@ -207,7 +229,7 @@ def compare_rows(
             "workers": 1 if METHODS[entry.method].world == "worker" else plan.workers,
             "threads": entry.threads,
             "step": asdict(measured),
-            **task.throughput(plan.global_batch, measured.median_s),
+            **task.throughput(min(plan.global_batch, num_train), measured.median_s),
             "seconds": timed,
             "loss": None if plan.replayed else loss,
         }

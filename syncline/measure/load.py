@@ -3,6 +3,7 @@ or that a hypervisor took away."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -11,12 +12,7 @@ from pathlib import Path
 import torch
 
 from syncline.comm.communicator import Communicator
-from syncline.machine import boot_id, cores
-
-TICKS = os.sysconf("SC_CLK_TCK")
-_BUSY = (0, 1, 2, 5, 6, 7)
-"""Of the columns in /proc/stat: user, nice, system, interrupts, and what a hypervisor gave to other virtual
-machines; not idle or waiting for disks."""
+from syncline.machine import TICKS, boot_id, busy_seconds, cores
 
 
 class LoadMeter:
@@ -59,28 +55,22 @@ def machine_number() -> float:
     return float(int(boot[:12], 16) if boot else uuid.getnode())  # so many bits that a float holds them all
 
 
-def busy_seconds() -> float | None:
-    """Core time that the whole machine has used or lost since it was started."""
-    try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    except OSError:
-        return None
-    return sum(int(fields[column]) for column in _BUSY) / TICKS
-
-
 def own_seconds() -> float:
-    """Core time of this process and of its children, such as loaders, that still run or were waited for."""
+    """Core time of this process and of all below it, such as loaders or Spark, that still run or were waited for."""
     times = os.times()
-    return times.user + times.system + times.children_user + times.children_system + _living_children()
+    return times.user + times.system + times.children_user + times.children_system + _living_below("self") / TICKS
 
 
-def _living_children() -> float:
+def _living_below(process: str) -> int:
+    """Clock ticks of its living children, of theirs, and of what those waited for."""
     total = 0
-    for listing in Path("/proc/self/task").glob("*/children"):
-        for child in listing.read_text().split():
-            try:
+    for listing in Path(f"/proc/{process}/task").glob("*/children"):
+        try:
+            children = listing.read_text().split()
+        except OSError:
+            continue  # it has ended meanwhile
+        for child in children:
+            with contextlib.suppress(OSError):
                 fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue  # it has ended meanwhile
-            total += int(fields[11]) + int(fields[12])
-    return total / TICKS
+                total += sum(map(int, fields[11:15])) + _living_below(child)
+    return total

@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+MOST_CHUNKS = 24
+"""Of a step: each costs the ranks a decision."""
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -70,9 +73,9 @@ def predict_barrier(chunks: Sequence[Chunk], link: Link, compute_s: float, backw
 
 
 def chunk_bytes(link: Link, total_bytes: int) -> int:
-    """The smallest size whose start-up is at most a tenth of its time, from 0.5 to 8 MB, in at most 40 chunks."""
+    """The smallest size whose start-up is at most a tenth of its time, from 0.5 to 8 MB, in MOST_CHUNKS at most."""
     enough = 9 * link.alpha_s / link.beta_s if link.beta_s > 0 else 0.0
-    return int(max(min(max(enough, 0.5e6), 8e6), total_bytes / 40))
+    return int(max(min(max(enough, 0.5e6), 8e6), total_bytes / MOST_CHUNKS))
 
 
 def _bound(chunks: Sequence[Chunk], link: Link, compute_s: float) -> float:

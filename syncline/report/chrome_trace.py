@@ -2,17 +2,19 @@
 
 One process per rank, with a track for compute (the step and its phases) and one for communication. Operations that
 are in flight together get further tracks, because slices of one track must lie inside each other or apart. Inside an
-operation, `wait` lasts until the last rank was ready, and `wire` is what follows. All times are on rank 0's clock, in
-whole microseconds from the first step that is shown: viewers add start and duration up, and where fractions did not
-add up to the same end, a slice would seem to end after the one that it is in.
+operation, `wait` lasts until the last rank was ready, and `wire` is what follows. A transfer that goes on into the
+next step is drawn as long as it lasts, and where forward waits for it, the compute track says so. All times are on
+rank 0's clock, in whole microseconds from the first step that is shown: viewers add start and duration up, and where
+fractions did not add up to the same end, a slice would seem to end after the one that it is in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from syncline.events import Events, RankStep, Step, Transfer
+from syncline.events import NO_STEPS, Events, RankStep, Step, Transfer
 
 COMPUTE, COMMUNICATION = 0, 1
 NANOSECONDS = 1000
@@ -25,8 +27,9 @@ Key = tuple[str, str]
 def chrome_trace(events: Events, method: str, *, first: int = 0, last: int | None = None) -> dict[str, Any]:
     """The steps `first` to `last` (both shown) of a method. What a rank did in a step that others never ended is
     shown too."""
-    steps = [step for step in events.steps.get(method, []) if step.number >= first]
-    steps = [step for step in steps if last is None or step.number <= last]
+    every = events.steps.get(method, NO_STEPS)
+    shown = (every.numbers >= first) & (last is None or every.numbers <= last)
+    steps = list(every.chosen(shown))
     origin = min((own.start for step in steps for own in step.ranks.values()), default=0)
     slices: list[TraceEvent] = []
     tracks: dict[int, int] = {}
@@ -78,25 +81,40 @@ def _compute(step: RankStep, number: int) -> Iterator[TraceEvent]:
     for phase in step.phases:
         start, end = max(phase.start, step.start), min(phase.end, step.end)
         yield _slice(phase.name, "phase", step.rank, COMPUTE, start, end, step=number)
+    for stall in step.stalls:
+        yield _slice(f"wait for {stall.name}", "stall", step.rank, COMPUTE, stall.start, stall.end, step=number)
 
 
 def _communication(rank: int, steps: Sequence[Step]) -> tuple[list[TraceEvent], int]:
     """The slices, and how many tracks they need: each operation takes the first track that is free."""
     slices: list[TraceEvent] = []
     free_at: list[int] = []
+    if steps and rank in steps[0].ranks:  # what came over from a step that is not shown
+        own = steps[0].ranks[rank]
+        for transfer in sorted(own.carried, key=_begin):
+            track, late = (
+                _track(free_at, own.start, transfer.end),
+                replace(transfer, ready=own.start, start=own.start),
+            )
+            slices += _operation(late, rank, COMMUNICATION + track, steps[0].number - 1, own.start, rank)
     for step in steps:
         if rank not in step.ranks:
             continue
         all_ready = _ready_on_all(step)
         for transfer in sorted(step.ranks[rank].transfers, key=_begin):
-            begin = _begin(transfer)
-            track = next((number for number, end in enumerate(free_at) if end <= begin), len(free_at))
-            if track == len(free_at):
-                free_at.append(0)
-            free_at[track] = max(begin, transfer.end)
+            track = _track(free_at, _begin(transfer), transfer.end)
             ready_at, last_rank = all_ready[transfer.name, transfer.label]
             slices += _operation(transfer, rank, COMMUNICATION + track, step.number, ready_at, last_rank)
     return slices, max(1, len(free_at))
+
+
+def _track(free_at: list[int], begin: int, end: int) -> int:
+    """The first track that is free, which it then is not until `end`."""
+    track = next((number for number, free in enumerate(free_at) if free <= begin), len(free_at))
+    if track == len(free_at):
+        free_at.append(0)
+    free_at[track] = max(begin, end)
+    return track
 
 
 def _begin(transfer: Transfer) -> int:

@@ -3,8 +3,12 @@ bucket; and what the run used besides time: bytes on the wire, rates of the buck
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from rich.console import Console
 
 from syncline.accounting import contention
 from syncline.accounting.advice import named_steps
@@ -12,7 +16,7 @@ from syncline.accounting.bandwidth import Bandwidth, BucketRate, Wire
 from syncline.accounting.breakdown import PARTS
 from syncline.accounting.explanation import Explanation, MethodExplanation, RankOfStep, StepExplanation
 from syncline.accounting.usage import Profiled, RankMemory
-from syncline.report.terminal import print_table
+from syncline.report.terminal import prediction_text, print_table
 from syncline.units import format_bytes, format_rate, format_seconds
 
 WIDTH = 100
@@ -37,6 +41,8 @@ def show_explanation(explanation: Explanation) -> None:
         if len(explanation.methods) == 1 and not explanation.injected:
             hidden_s, compute = method.breakdown.hidden_s, explanation.compute
             _paragraph(contention.describe(method.contention, hidden_s=hidden_s, compute=compute))
+        if method.predicted is not None:
+            _paragraph(f"{method.method}: {prediction_text(method.predicted)}")
         _show_outliers(method, several=len(explanation.methods) > 1)
         _show_stragglers(method, several=len(explanation.methods) > 1)
         show_resources(method, several=len(explanation.methods) > 1)
@@ -87,28 +93,28 @@ def _show_ranks(method: MethodExplanation, title: str, warmup: int) -> None:
     if len(rows) > 1:
         rows.append(("mean", own.step_s, own.parts_s, own.hidden_s))
     caption = CAPTION.format(steps=own.steps, warmup=warmup)
-    _table(rows, f"{title}, {method.method}", caption, own.step_s)
+    _table(rows, f"{title}, {method.method}", caption, shares="last")
 
 
 def _show_methods(methods: Sequence[MethodExplanation], title: str, warmup: int) -> None:
     means = {method.method: method.breakdown for method in methods}
     rows = [(name, mean.step_s, mean.parts_s, mean.hidden_s) for name, mean in means.items()]
     caption = CAPTION.format(steps=max(mean.steps for mean in means.values()), warmup=warmup)
-    _table(rows, title, f"{caption}\nMeans over ranks; --method shows them one by one.")
+    _table(rows, title, f"{caption}\nMeans over ranks; --method shows them one by one.", shares="every")
 
 
-def _table(rows: Sequence[Row], title: str, caption: str, whole_s: float | None = None) -> None:
-    """One row for each rank or method; parts that nobody has are left out; a last row with shares where asked."""
+def _table(
+    rows: Sequence[Row], title: str, caption: str, *, shares: Literal["none", "last", "every"] = "none"
+) -> None:
+    """One row for each rank or method; parts that nobody has are left out; below the last or every row its shares."""
     shown = [part for part in PARTS if any(parts[part] >= 5e-8 for _, _, parts, _ in rows)]
-    cells = [
-        [name, _ms(step_s), *(_ms(parts[part]) for part in shown), _ms(hidden_s)]
-        for name, step_s, parts, hidden_s in rows
-    ]
-    if whole_s:
-        _, _, parts, hidden_s = rows[-1]
-        cells.append(
-            ["share", "100%", *(f"{parts[part] / whole_s:.1%}" for part in shown), f"({hidden_s / whole_s:.1%})"]
-        )
+    cells = []
+    for number, (name, step_s, parts, hidden_s) in enumerate(rows):
+        cells.append([name, _ms(step_s), *(_ms(parts[part]) for part in shown), _ms(hidden_s)])
+        if step_s and (shares == "every" or (shares == "last" and number == len(rows) - 1)):
+            digits = 1 if shares == "last" else 0  # between other rows, no wider than the times are
+            of_step = [f"{parts[part] / step_s:.{digits}%}" for part in shown]
+            cells.append(["share" if shares == "last" else "", "100%", *of_step, f"({hidden_s / step_s:.{digits}%})"])
     print_table(["", "step", *shown, "hidden"], cells, title=title, caption=caption)
 
 
@@ -130,7 +136,8 @@ def _show_stragglers(method: MethodExplanation, *, several: bool) -> None:
 
 
 def _paragraph(text: str) -> None:
-    print("\n" + textwrap.fill(text, WIDTH))
+    width = min(WIDTH, Console().width) if sys.stdout.isatty() else WIDTH
+    print("\n" + textwrap.fill(text, width))
 
 
 def _ms(seconds: float) -> str:

@@ -3,10 +3,12 @@ Markdown and for printing."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from syncline.study.figures import FigureData, Series, Timeline
+from syncline.study.figures import COMMUNICATION, COMPUTE, Bar, FigureData, Series, Timeline
 
 COLOURS = (
     "#0072b2",
@@ -31,33 +33,61 @@ PART_COLOURS = {
     "wire": "#e69f00",
     "sync": "#d55e00",
     "transfer": "#e69f00",
+    "score": "#cc79a7",
     "update": "#009e73",
     "other": "#bbbbbb",
 }
 
 
 def plot(figure: FigureData) -> dict[str, Any]:
-    """Data and layout; the page adds the colours of text and grid, which depend on light or dark."""
+    """Data and layout; the page adds the colours of text and grid, which depend on light or dark, the legend, and
+    what the y axis shows, as a line of text above it."""
     factor, unit = unit_of(figure)
-    colours = colours_of(figure)
+    colours, dashes = colours_of(figure), dashes_of(figure)
     traces = [_trace(figure, series, colours[series.name], factor) for series in figure.series]
+    for trace, dash in zip(traces, dashes, strict=True):
+        if figure.kind != "boxes":
+            trace["hovertemplate"] = f"%{{x}}: %{{y:.4g}} {unit}"
+        if dash:
+            trace["line"] = {**trace["line"], "dash": dash}
     if figure.ideal:
         traces.append(_ideal(figure))
     layout: dict[str, Any] = {
-        "xaxis": {"title": {"text": figure.x_label, "standoff": 16}, "automargin": True, **_x_axis(figure)},
-        "yaxis": {"title": {"text": f"{figure.y_label} ({unit})" if unit else figure.y_label}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": figure.x_label, "standoff": 12}, **_x_axis(figure)},
+        "yaxis": {"rangemode": "tozero"},
         "barmode": "stack" if figure.kind == "stacked" else "group",
         "boxmode": "group",
     }
     return {"data": traces, "layout": layout}
 
 
+def y_title(figure: FigureData) -> str:
+    _, unit = unit_of(figure)
+    return f"{figure.y_label} ({unit})" if unit and unit != figure.y_label else figure.y_label
+
+
+def dashes_of(figure: FigureData) -> list[str]:
+    """Of each series: a dash where it lies on top of an earlier line, which shows through; else nothing."""
+    patterns, dashes = ("dash", "dot", "dashdot"), []
+    largest = max((abs(y) for series in figure.series for y in series.y), default=0.0)
+    for number, series in enumerate(figure.series):
+        under = [
+            other
+            for other in figure.series[:number]
+            if other.x == series.x
+            and all(abs(a - b) <= 0.01 * largest for a, b in zip(other.y, series.y, strict=True))
+        ]
+        hides = figure.kind == "lines" and not series.fit_of and under
+        dashes.append(patterns[(len(under) - 1) % len(patterns)] if hides else "")
+    return dashes
+
+
 def colours_of(figure: FigureData) -> dict[str, str]:
     """One for each series; a law has that of the line it goes through."""
+    usual = _colours([series.name for series in figure.series])
     colours: dict[str, str] = {}
-    for number, series in enumerate(figure.series):
-        usual = PART_COLOURS.get(series.name) or COLOURS[number % len(COLOURS)]
-        colours[series.name] = colours.get(series.fit_of, usual)
+    for series in figure.series:
+        colours[series.name] = colours.get(series.fit_of, usual[series.name])
     return colours
 
 
@@ -95,7 +125,7 @@ def _x_axis(figure: FigureData) -> dict[str, Any]:
     marks = sorted({x for series in figure.series if not series.fit_of for x in series.x if not isinstance(x, str)})
     if figure.kind == "lines" and 0 < len(marks) <= 12:
         return {"tickmode": "array", "tickvals": marks}
-    return {} if figure.kind == "lines" else {"type": "category"}
+    return {} if figure.kind == "lines" else {"type": "category", "showgrid": False}
 
 
 def unit_of(figure: FigureData) -> tuple[float, str]:
@@ -111,22 +141,45 @@ def plot_timeline(timeline: Timeline) -> dict[str, Any]:
     """One lane for each rank's compute and communication; a bar for each span; zoom by dragging."""
     names = list(dict.fromkeys(span.name for span in timeline.spans))
     traces = []
-    for number, name in enumerate(names):
+    colours = _colours(names)
+    for name in names:
         spans = [span for span in timeline.spans if span.name == name]
         traces.append(
             {
                 "name": name, "type": "bar", "orientation": "h", "y": [span.lane for span in spans],
-                "base": [span.start_ms for span in spans], "x": [span.length_ms for span in spans],
+                "base": [round(span.start_ms, 3) for span in spans],
+                "x": [round(span.length_ms, 3) for span in spans],
                 "hovertext": [span.text for span in spans], "hoverinfo": "text",
-                "marker": {"color": PART_COLOURS.get(name) or COLOURS[number % len(COLOURS)], "line": {"width": 0}},
+                "marker": {"color": colours[name], "opacity": _shades(spans), "line": {"width": 0}},
             }
         )  # fmt: skip
+    ends = [span.start_ms + span.length_ms for span in timeline.spans]
+    first = min([0.0, *(span.start_ms for span in timeline.spans)])
+    labels = [_lane_label(lane) for lane in timeline.lanes]
     layout = {
-        "xaxis": {"title": {"text": "ms since the step began"}},
-        "yaxis": {"categoryorder": "array", "categoryarray": list(reversed(timeline.lanes)), "automargin": True},
-        "barmode": "overlay", "height": 120 + 34 * len(timeline.lanes),
+        "xaxis": {"title": {"text": "ms since the step began", "standoff": 8}, "range": [first, max(ends) * 1.005]},
+        "yaxis": {
+            "categoryorder": "array", "categoryarray": list(reversed(timeline.lanes)), "showgrid": False,
+            "tickmode": "array", "tickvals": timeline.lanes, "ticktext": labels,
+        },
+        "barmode": "overlay", "bargap": 0.14, "height": 64 + 34 * len(timeline.lanes),
     }  # fmt: skip
     return {"data": traces, "layout": layout}
+
+
+def _shades(spans: Sequence[Bar]) -> list[float]:
+    """Of transfers that follow each other in a lane every second one is paler, so that each can be seen."""
+    lanes: dict[str, int] = {}
+    shades = []
+    for span in spans:
+        lanes[span.lane] = lanes.get(span.lane, 0) + 1
+        shades.append(0.62 if span.name == "transfer" and lanes[span.lane] % 2 == 0 else 1.0)
+    return shades
+
+
+def _lane_label(lane: str) -> str:
+    """Short: a phone has room for the bars beside it."""
+    return "transfers" if lane.endswith(COMMUNICATION) else lane.removesuffix(f" {COMPUTE}")
 
 
 def write_figure(figure: FigureData, path: Path) -> None:
@@ -136,12 +189,12 @@ def write_figure(figure: FigureData, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    factor, unit = unit_of(figure)
+    factor, _ = unit_of(figure)
     canvas, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     _draw(figure, axes, factor)
     axes.set_title(figure.title, loc="left")
     axes.set_xlabel(figure.x_label)
-    axes.set_ylabel(f"{figure.y_label} ({unit})" if unit else figure.y_label)
+    axes.set_ylabel(y_title(figure))
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     if any(series.name for series in figure.series):
@@ -152,8 +205,8 @@ def write_figure(figure: FigureData, path: Path) -> None:
 
 
 def _draw(figure: FigureData, axes: Any, factor: float) -> None:
+    colours = colours_of(figure)
     if figure.kind == "lines":
-        colours = colours_of(figure)
         for series in figure.series:
             look = {"linestyle": "--", "linewidth": 0.8} if series.fit_of else {"marker": "o"}
             label = "" if series.fit_of else series.name
@@ -169,7 +222,7 @@ def _draw(figure: FigureData, axes: Any, factor: float) -> None:
     for number, series in enumerate(figure.series):
         offset = 0.0 if figure.kind == "stacked" else (number - (len(figure.series) - 1) / 2) * width
         at = [places.index(str(x)) for x in series.x]
-        colour = _colour(series.name, number)
+        colour = colours[series.name]
         if figure.kind == "boxes":
             samples = [[value * factor for value in values] for values in series.samples]
             boxes = axes.boxplot(samples, positions=[p + offset for p in at], widths=width * 0.8, manage_ticks=False)
@@ -188,5 +241,8 @@ def _draw(figure: FigureData, axes: Any, factor: float) -> None:
             base[place] += height
 
 
-def _colour(name: str, number: int) -> str:
-    return PART_COLOURS.get(name) or COLOURS[number % len(COLOURS)]
+def _colours(names: Sequence[str]) -> dict[str, str]:
+    """A part of a step has its own; other names take turns with those that no part in the same drawing has."""
+    taken = {PART_COLOURS[name] for name in names if name in PART_COLOURS}
+    free = itertools.cycle([colour for colour in COLOURS if colour not in taken] or COLOURS)
+    return {name: PART_COLOURS.get(name) or next(free) for name in names}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from syncline.methods import BASELINE, CONTROL
-from syncline.units import format_bytes, format_rate, format_seconds, format_spread
-from syncline.voice import Voice
+from syncline.units import format_bytes, format_count, format_rate, format_seconds, format_spread
+from syncline.voice import ERASE_LINE, Voice
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", caption: str = "") -> None:
@@ -30,6 +31,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
         print(caption)
 
 
+def print_paragraph(text: str) -> None:
+    """Lines that fit the terminal; where there is none, as it is."""
+    width = Console().width if sys.stdout.isatty() else None
+    print(text if width is None else "\n".join(textwrap.fill(line, width) for line in text.splitlines()))
+
+
 def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, warmup: int, block: int = 1) -> None:
     unit = next((unit for unit in ("tokens", "samples") if rows and f"{unit}_per_s" in rows[0]), "images")
     rate = "img/s" if unit == "images" else f"{unit}/s"
@@ -39,7 +46,7 @@ def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, 
             row["label"],
             f"{row['workers']}x{row['threads']}",
             format_spread(row["step"]["median_s"], row["step"]["spread_s"]),
-            f"{row[f'{unit}_per_s']:.0f}",
+            format_count(row[f"{unit}_per_s"]),
             _ratio(row.get("speedup"), is_baseline=row["label"] == BASELINE),
             _ratio(row.get("ratio_to_ddp"), is_baseline=row["label"] == CONTROL),
             "-" if row["loss"] is None else f"{row['loss']:.3f}",
@@ -50,17 +57,33 @@ def comparison_table(rows: Sequence[dict[str, Any]], *, title: str, steps: int, 
     caption = (
         f"Median of {steps} steps, {turns}; {warmup} warm-up steps of each are cut.\n"
         "Ranks: workers x threads. ±: half the interquartile range. Speed-up:\n"
-        "against single with one worker's threads. Loss: of the last step, same batches for\n"
-        "all. = : no difference, 1 lies inside the spread of the ratio."
+        "against single with one worker's threads. time/ddp: round by round, then the median.\n"
+        "= : no difference, 1 lies inside the spread of the ratio. Loss: of the last step, same\n"
+        "batches for all."
     )
     print_table(columns, cells, title=title, caption=caption)
     for row in rows:
+        if row.get("predicted"):
+            print(f"{row['label']}: {prediction_text(row['predicted'])}")
         if row.get("left_s", 0.0) > 0.001:
             ratio = _ratio(row.get("ratio_to_ddp_with_left"), is_baseline=row["label"] == CONTROL)
             print(
                 f"{row['label']}: {format_seconds(row['left_s'])} of transfers were left after each turn; "
                 f"with them, time/ddp is {ratio}."
             )
+
+
+def prediction_text(predicted: Mapping[str, Any]) -> str:
+    """What a method expected of a step, what it took, and what the other way would take."""
+    step_s, measured_s = predicted["step_s"], predicted["measured_s"]
+    text = f"predicted {format_seconds(step_s)} a step"
+    if measured_s is not None:
+        text += f", measured {format_seconds(measured_s)} ({measured_s / step_s - 1:+.0%})"
+    if predicted["waits"]:
+        other = format_seconds(predicted["ahead_s"])
+        return f"{text}; it waits at the end of each backward, since going on gains too little ({other})."
+    barrier, bound = (format_seconds(predicted[name]) for name in ("barrier_s", "bound_s"))
+    return f"{text}; {barrier} if it waited at the end of each backward, at least {bound}."
 
 
 def _ratio(ratio: dict[str, Any] | None, *, is_baseline: bool) -> str:
@@ -172,7 +195,9 @@ class Display:
                 TextColumn("left"),
                 console=self._console,
                 transient=True,
+                refresh_per_second=4,  # it runs beside what is timed
             )
+            self._console.file.write(ERASE_LINE)  # what was said while this rank started
             self._task = self._bar.add_task(self._unit, total=None, figures="starting")
             self._bar.start()
         return self
@@ -184,7 +209,7 @@ class Display:
             self._bar.stop()
 
     def step(self, step: int, total: int, loss: float, units_per_s: float) -> None:
-        self.progress(step, total, f"loss {loss:.3f} (rank 0)  {units_per_s:.0f} {self.counted}/s")
+        self.progress(step, total, f"loss {loss:.3f} (rank 0)  {format_count(units_per_s)} {self.counted}/s")
 
     def progress(self, done: int, total: int, figures: str) -> None:
         if self._bar is not None:
@@ -193,7 +218,7 @@ class Display:
     def doing(self, what: str) -> None:
         """Something that is not a step takes its time."""
         if self._bar is not None:
-            self._bar.update(self._task, figures=what)
+            self._bar.update(self._task, figures=what, refresh=True)
 
     def line(self, text: str) -> None:
         if not self._has_lines:

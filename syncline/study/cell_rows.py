@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from syncline.accounting.breakdown import break_down, summarise
+from syncline.accounting.breakdown import summarise
+from syncline.accounting.outliers import is_outlier
+from syncline.accounting.selection import look_at
+from syncline.accounting.through_root import through_root
 from syncline.accounting.usage import memory
 from syncline.errors import RunFolderError
 from syncline.methods import BASELINE, current_label, method_of
@@ -19,7 +22,8 @@ from syncline.study.file import Stage
 from syncline.study.rows import Row
 from syncline.study.values import VALUES
 
-_FROM_PLAN = ("model", "data", "workers", "threads", "global_batch", "method", "hosts", "link", "compute")
+FROM_PLAN = ("model", "data", "workers", "threads", "global_batch", "method", "hosts", "link", "compute")
+"""Plan keys that every row's point has."""
 
 
 def is_finished(path: Path) -> bool:
@@ -35,14 +39,37 @@ def rows_of(cell: Cell, path: Path) -> list[Row]:
     run = Run(path)
     summary, plan = run.summary, run.plan
     given = plan.model_dump()
-    place = {key: given.get(key) for key in _FROM_PLAN if given.get(key) is not None} | dict(cell.point)
+    place = {key: given.get(key) for key in FROM_PLAN if given.get(key) is not None} | dict(cell.point)
     if plan.replayed:
         place["threads"] = cell.point.get("threads", plan.threads)  # of those that were recorded
-    entries = [{**summary, "label": given["method"]}] if cell.run == "train" else summary["rows"]
+    entries = [_trained(run)] if cell.run == "train" else summary["rows"]
     if cell.run == "probe":
         entries = [_probed(entry) for entry in entries]
     costs = _costs(cell)
     return [_row(cell.stage, place, {**costs, **entry}, run) for entry in entries]
+
+
+def _trained(run: Run) -> dict[str, Any]:
+    """A training's summary, with its losses from the first step on."""
+    entry = {**run.summary, "label": run.plan.method}
+    return entry if run.plan.replayed else {**entry, "losses": losses_of(run) or entry.get("losses")}
+
+
+def losses_of(run: Run) -> list[dict[str, Any]]:
+    """The loss of every `log_every`-th step, counted from 0, over the global batch and on each rank, by the log."""
+    frame = run.noted_losses()
+    frame = frame.filter(frame["step"] % run.plan.log_every == 0).sort("step", "rank")
+    lines: dict[int, dict[int, tuple[float, int]]] = {}
+    for step, rank, value, samples in frame.select("step", "rank", "value", "samples").iter_rows():
+        lines.setdefault(step, {})[rank] = (value, samples)
+    return [
+        {
+            "step": step,
+            "loss": sum(value * count for value, count in own.values()) / sum(count for _, count in own.values()),
+            "by_rank": [own[rank][0] if rank in own else None for rank in range(max(own) + 1)],
+        }
+        for step, own in lines.items()
+    ]
 
 
 def _costs(cell: Cell) -> dict[str, float]:
@@ -86,16 +113,22 @@ def _probed(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _accounted(run: Run, method: str, num_steps: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """The parts of a step over the timed steps, means in seconds; and each rank's own step time, and its bytes."""
+    """The parts of a step, means over timed steps in seconds, outliers aside; and each rank's step time and bytes."""
     try:
         events = run.events
     except RunFolderError:
         return {}, {}
     steps = events.complete(method)[-num_steps:]
-    breakdown = summarise(steps, [break_down(step) for step in steps])
+    if not len(steps):
+        return {}, {}
+    looked = look_at(steps)
+    usual = looked.usual
+    breakdown = summarise([looked.steps[index] for index in usual], [looked.breakdowns[index] for index in usual])
     if breakdown is None:
         return {}, {}
     figures: dict[str, Any] = {"step_by_rank": [rank.step_s for rank in breakdown.ranks]}
+    figures |= through_root(events, method, steps)
+    figures["outliers"] = sum(is_outlier(steps.longest.tolist()))
     if held := memory(events, method):
         figures["gradient_bytes"] = held[0].gradient_bytes
         figures["peak_bytes"] = max(rank.peak_resident_bytes for rank in held)

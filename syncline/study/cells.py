@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from syncline.methods import BASELINE, OLD_NAMES, method_of
 from syncline.plan import Plan, load_plan
 from syncline.study.file import Stage, Study
 from syncline.study.lab_code import call_identity
-
-VIRTUAL = ("nodes", "workers_per_node", "batch_per_worker", "batch_per_node")
-"""Keys of a study that a plan does not have."""
+from syncline.study.plan_keys import VIRTUAL
 
 ADDED: dict[str, Any] = {
     "precision": "float32",
-    "options": {"chunk_mb": None, "order": None, "barrier": None, "strict": None},
+    "test_samples": None,
+    "on_nan": "stop",
+    "check_every": None,
+    "options": dict(chunk_mb=None, order=None, barrier=None, ahead=None, strict=None),  # noqa: C408  (no method is named here)
     "measure": {"block": 1},
     "optimizer": {"name": "sgd", "betas": None, "eps": None, "clip_norm": None},
 }
@@ -36,6 +37,8 @@ class Ground:
     hosts: int | None = None
     link: str | None = None
     cores: int = field(default_factory=cores)
+    note: str = ""
+    """Why nodes are not the emulated hosts that the study asks for."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +110,18 @@ def expand(
     grid = {**stage.grid, **(stage.quick.grid if quick else {})}
     methods = tuple((stage.quick.methods if quick else None) or stage.methods)
     rounds = (stage.quick.rounds if quick else None) or stage.rounds
-    given = _merged(study.plan, study.quick if quick else {}, stage.plan, stage.quick.plan if quick else {})
+    given = merged(study.plan, study.quick if quick else {}, stage.plan, stage.quick.plan if quick else {})
     first = _placeholder(study, stage, quick=quick)
     best = first if best is None else best
     variants = (stage.quick.variants if quick else {}) or stage.variants
+    ground = replace(ground, hosts=None, link=None) if stage.loopback else ground
     cells = []
     for number in range(rounds):
         for variant, *chosen in itertools.product(variants or [None], *grid.values()):
             point = dict(zip(grid, chosen, strict=True))
             inherited, why = _inherited(stage, point, best, first)
             values = {**given, **(variants[variant] if variant else {}), **inherited, **point}
+            why = why or _no_link(values, ground)
             if ground.hosts is not None and values.get("nodes", 1) > ground.hosts:
                 continue
             if stage.threads_per_core is not None and _threads(values) > stage.threads_per_core * ground.cores:
@@ -129,13 +134,42 @@ def expand(
     return [_replayed(stage, cell, recorded) for cell in cells]
 
 
+def most_nodes(study: Study, *, quick: bool) -> int:
+    """The largest number of nodes that any stage has; 1 where none has several."""
+    nodes = [1]
+    for stage in study.stage:
+        grid = {**stage.grid, **(stage.quick.grid if quick else {})}
+        given = merged(study.plan, study.quick if quick else {}, stage.plan, stage.quick.plan if quick else {})
+        nodes += grid.get("nodes", [given.get("nodes", 1)])
+    return max(nodes)
+
+
 def _replayed(stage: Stage, cell: Cell, recorded: Recorded) -> Cell:
-    key = (cell.plan.model, cell.plan.global_batch // cell.plan.workers)
-    if key not in recorded:
-        known = ", ".join(str(batch) for model, batch in recorded if model == key[0]) or "none"
-        why = f"stage {stage.replay} recorded no {key[0]} at {key[1]} samples per worker (recorded: {known})"
+    why = unrecorded(stage, cell, recorded)
+    if why is not None:
         return replace(cell, why_not=cell.why_not or why)
-    return replace(cell, plan=cell.plan.replace(compute=f"replay:{recorded[key]}"))
+    return replace(cell, plan=cell.plan.replace(compute=f"replay:{recorded[share_of(cell)]}"))
+
+
+def unrecorded(stage: Stage, cell: Cell, recorded: Collection[tuple[str, int]]) -> str | None:
+    """Why there is nothing to replay; None if this model was recorded at this share of the batch."""
+    model, samples = share_of(cell)
+    if (model, samples) in recorded:
+        return None
+    known = ", ".join(str(batch) for name, batch in recorded if name == model) or "none"
+    return f"stage {stage.replay} recorded no {model} at {samples} samples per worker (recorded: {known})"
+
+
+def share_of(cell: Cell) -> tuple[str, int]:
+    """What one worker computes: the model and its samples of a step."""
+    return cell.plan.model, cell.plan.global_batch // cell.plan.workers
+
+
+def _no_link(values: Mapping[str, Any], ground: Ground) -> str | None:
+    """Why nodes cannot have the link that a stage asks for: they are processes of this machine."""
+    if "link" not in values or values.get("nodes", 1) == 1 or ground.hosts is not None:
+        return None
+    return f"link {values['link']} needs emulated hosts, and nodes are processes of this machine here"
 
 
 def _threads(values: Mapping[str, Any]) -> int:
@@ -144,7 +178,7 @@ def _threads(values: Mapping[str, Any]) -> int:
     return int(workers * values.get("threads", 1))
 
 
-def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+def merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Later layers win; a length in steps replaces one in epochs, and the other way round."""
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -173,6 +207,8 @@ def _cells(
         methods = [name for name in methods if not method_of(name).one_host]
     if stage.run in ("compare", "verify"):
         nodes = values.get("nodes", values.get("workers", 1))
+        if stage.alone and nodes * values.get("workers_per_node", 1) == 1:
+            methods = [name for name in methods if name in stage.alone]
         if (grows and nodes > 1) or (stage.replay and nodes * values.get("workers_per_node", 1) > 1):
             # In weak scaling the baseline has one worker's batch, which only the smallest cell has; and recorded
             # times are those of one worker's share.
@@ -194,7 +230,8 @@ def _plan(stage: Stage, values: Mapping[str, Any], ground: Ground) -> Plan:
     if "nodes" in values:
         # One node is one worker: with nothing to send, the network does not matter.
         emulated = ground.hosts is not None and values["nodes"] > 1
-        keys |= {"hosts": values["nodes"], "link": ground.link} if emulated else {}
+        link = keys.pop("link", ground.link)  # a stage may have, or vary, a link of its own
+        keys |= {"hosts": values["nodes"], "link": link} if emulated else {}
         keys["workers"] = values["nodes"] * values.get("workers_per_node", 1)
     if method_of(keys.get("method", "")).world == "worker":
         keys["workers"] = 1

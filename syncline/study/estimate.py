@@ -29,6 +29,12 @@ LOOPBACK_BYTES_PER_S = 1.5e9
 """That all ranks of this machine together send each other."""
 
 
+START_SPARK_S = 15.0
+"""Its JVM, and torch in its tasks' processes."""
+TASK_S, SPARK_COPIES = 0.04, 12
+"""What Spark takes for a task, and how often a gradient is copied on its way from there to the driver."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     seconds: float
@@ -64,6 +70,9 @@ def estimate(cell: Cell) -> Estimate:
         weights_bytes=turns * 4 * cost.parameters, replayed=replayed,
     )  # fmt: skip
     start = START_HOSTS_S if plan.hosts > 1 else START_S
+    if spark := [name for name in cell.methods or [plan.method] if method_of(name).world == "tasks"]:
+        each = TASK_S * plan.workers + SPARK_COPIES * plan.workers * cost.gradient_bytes / LOOPBACK_BYTES_PER_S
+        start += len(spark) * (START_SPARK_S + steps * each)
     return Estimate(start + turns * steps * step_s, int(memory))
 
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from syncline.events import Events, RankStep, Step
 from syncline.measure.fits import NAMES, Law, fit_law
 from syncline.study import file
-from syncline.study.rows import Quantity, Row, matching
-from syncline.study.tables import counted, key_label
+from syncline.study.rows import Quantity, Row, key_label, matching
+from syncline.study.tables import counted, yes_or_no
 from syncline.study.values import VALUES, Value, format_quantity
 from syncline.units import format_bytes
 
@@ -81,7 +81,7 @@ def build_figure(spec: file.Figure, rows: Sequence[Row], known: Mapping[str, Val
         title=spec.title,
         kind=kind,
         x_label=key_label(spec.x),
-        y_label="time" if len(values) > 1 and values[0].unit == "s" else ", ".join(value.label for value in values),
+        y_label=_y_label(values),
         unit=values[0].unit,
         series=series,
         note=" ".join(filter(None, [spec.note, f"Dashed: {NAMES[spec.fit]}'s law." if spec.fit else ""])),
@@ -89,10 +89,18 @@ def build_figure(spec: file.Figure, rows: Sequence[Row], known: Mapping[str, Val
     )
 
 
+def _y_label(values: Sequence[Value]) -> str:
+    """Of several values the legend has the names: here is what they share, such as the loss of training and test."""
+    last = {value.label.rpartition(" ")[2] for value in values}
+    if len(values) > 1 and values[0].unit == "s":
+        return "time"
+    return last.pop() if len(last) == 1 and len(values) > 1 else ", ".join(value.label for value in values)
+
+
 def _name(row: Row, keys: Sequence[str]) -> str:
     """Of a line or a group of bars; a number by itself says what it counts."""
-    if len(keys) == 1 and isinstance(row.point.get(keys[0]), int):
-        return counted(row.point[keys[0]], key_label(keys[0]))
+    if keys and all(isinstance(row.point.get(key), int) for key in keys):
+        return ", ".join(counted(row.point[key], key_label(key)) for key in keys)
     return row.label(keys)
 
 
@@ -126,7 +134,8 @@ def _fitted(measured: Series, law: Law) -> Series | None:
 
 
 def _axis(value: Any) -> Any:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+    value = yes_or_no(value)
+    return value if isinstance(value, int | float) else str(value)
 
 
 def _losses(spec: file.Figure, rows: Sequence[Row]) -> FigureData | None:
@@ -180,27 +189,57 @@ class Timeline:
         return f"{self.title}: {'; '.join(phases)}."
 
 
-def timeline_of(events: Events, method: str, *, warmup: int = 0) -> Timeline | None:
-    """The step whose length is the median of the method's steps after the warm-up: a typical one."""
+DISTINCT = ("model", "nodes", "workers", "workers_per_node", "threads", "batch_per_worker", "batch_per_node",
+            "global_batch")  # fmt: skip
+"""What tells rows of one method apart, in the order in which a reader asks for it; then the rest."""
+
+
+def distinct_names(rows: Sequence[Row]) -> list[str]:
+    """Of each row its method, and as much of its place in the grid as no other row of that method shares."""
+    keys: list[str] = []
+    rest = sorted({key for row in rows for key in row.point} - {*DISTINCT, "method", "compute"})
+    for key in (*DISTINCT, *rest):
+        names = [_distinct(row, keys) for row in rows]
+        if len({*names}) == len(rows):
+            break
+        if len({_distinct(row, [*keys, key]) for row in rows}) > len({*names}):
+            keys.append(key)
+    return [_distinct(row, keys) for row in rows]
+
+
+def _distinct(row: Row, keys: Sequence[str]) -> str:
+    words = [f"{key_label(key)} {_axis(row.point[key])}" for key in keys if key in row.point]
+    return ", ".join([row.method or "the run", *words])
+
+
+def timeline_of(events: Events, method: str, *, warmup: int = 0, name: str = "") -> Timeline | None:
+    """The step whose length is the median of the method's steps after the warm-up: a typical one.
+
+    `name` says whose step it is, where the method alone does not.
+    """
     steps = events.complete(method)[warmup:]
-    if not steps:
+    if not len(steps):
         return None
-    lengths = [max(rank.duration for rank in step.ranks.values()) for step in steps]
+    lengths = steps.longest.tolist()
     middle = statistics.median_low(lengths)
     step = steps[lengths.index(middle)]
     start = min(rank.start for rank in step.ranks.values())
-    lanes = [f"rank {rank} {kind}" for rank in sorted(step.ranks) for kind in (COMPUTE, COMMUNICATION)]
     bars = [bar for rank in sorted(step.ranks) for bar in _bars(step.ranks[rank], start)]
-    return Timeline(f"Step {step.number} of {method or 'the run'}", lanes, bars, note=_note(step))
+    every = [f"rank {rank} {kind}" for rank in sorted(step.ranks) for kind in (COMPUTE, COMMUNICATION)]
+    lanes = [lane for lane in every if any(bar.lane == lane for bar in bars)]  # a method may send nothing
+    return Timeline(f"{name or method or 'the run'}: step {step.number}", lanes, bars, note=_note(step))
 
 
 def _bars(rank: RankStep, start: int) -> Iterator[Bar]:
     for phase in rank.phases:
         yield _bar(f"rank {rank.rank} {COMPUTE}", phase.name, phase.start, phase.end, start)
-    for transfer in rank.transfers:
+    for stall in rank.stalls:
+        yield _bar(f"rank {rank.rank} {COMPUTE}", "stall", stall.start, stall.end, start, f"waits for {stall.name}")
+    before = [("transfer of the step before", transfer) for transfer in rank.carried]
+    for name, transfer in [*before, *(("transfer", transfer) for transfer in rank.transfers)]:
         detail = f"{transfer.label or transfer.name}, {format_bytes(transfer.num_bytes)}"
         lane = f"rank {rank.rank} {COMMUNICATION}"
-        yield _bar(lane, "transfer", transfer.start, transfer.end, start, f"{transfer.name}: {detail}")
+        yield _bar(lane, name, transfer.start, transfer.end, start, f"{transfer.name}: {detail}")
 
 
 def _bar(lane: str, name: str, begin: int, end: int, start: int, detail: str = "") -> Bar:

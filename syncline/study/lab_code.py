@@ -5,6 +5,7 @@ A mistake in these files is reported by file and line before anything runs.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -91,6 +92,7 @@ def load_answers(folder: Path) -> Mapping[str, Answer]:
 def _guarded(function: Answer, name: str, path: Path) -> Answer:
     """An answer that fails says in which line of the lab's file."""
 
+    @functools.wraps(function)
     def answer(rows: Rows, others: Mapping[str, Rows]) -> str:
         try:
             text = function(rows, others)
@@ -115,15 +117,21 @@ def find_answers(wanted: set[str], own: Mapping[str, Answer]) -> dict[str, Answe
         known += answers
         chosen |= {name: answer for name, answer in answers.items() if name in wanted - chosen.keys()}
     for name in sorted(wanted - chosen.keys()):
-        raise PlanError(f"unknown answer {name!r}; choose one of {', '.join(known)}, or define it in answers.py.")
+        problem = f"unknown answer {name!r}; choose one of {', '.join(known)}, or define it in answers.py."
+        raise PlanError(problem, action="An answer in your own words is a `solution`.")
     return chosen
 
 
 def resolve_call(call: str, folder: Path) -> str:
-    """FILE.py:FUNCTION with the file's whole path, as ranks need it; module:FUNCTION as it is. Both must exist."""
+    """FILE.py:FUNCTION with the file's whole path, as ranks need it; module:FUNCTION as it is. Both must exist.
+
+    A file that does not lie beside the lab's may be one of a built-in lab: LAB/experiments.py.
+    """
     if call in MOVED:
         call, folder = MOVED[call], LABS
     file, _, name = call.rpartition(":")
+    if not (folder / file).exists() and Path(file).parts[:1] and Path(file).parts[0] in built_in_labs():
+        folder = LABS
     if file.endswith(".py"):
         call = f"{(folder / file).resolve()}:{name}"
     load_call(call)

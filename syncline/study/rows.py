@@ -8,9 +8,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from syncline.accounting.breakdown import PARTS
 from syncline.accounting.statistics import speedup, spread
 from syncline.marks import Mark
 from syncline.methods import BASELINE
+
+KEY_LABELS = {
+    "method": "method",
+    "nodes": "nodes",
+    "workers": "workers",
+    "workers_per_node": "processes per node",
+    "batch_per_node": "batch per node",
+    "global_batch": "global batch",
+    "batch_per_worker": "batch per worker",
+    "options.bucket_cap_mb": "bucket MB",
+    "options.groups": "groups",
+    "options.overlap": "with overlap",
+    "accumulate": "backward passes per sync",
+}
 
 
 @dataclass(frozen=True)
@@ -19,6 +34,8 @@ class Quantity:
 
     value: float
     spread: float | None = None
+    share: float | None = field(default=None, compare=False)
+    """Of the whole that it is a part of."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,7 @@ class Row:
     figures: Mapping[str, Any] = field(default_factory=dict)
     """What else the run's summary says."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """The breakdown of a step in seconds, mean over ranks and steps."""
+    """The breakdown of a step in seconds, means over ranks and timed steps, outliers aside."""
     marks: tuple[Mark, ...] = ()
     """What a reader must know beside the figure."""
     runs: tuple[Path, ...] = ()
@@ -54,8 +71,16 @@ class Row:
             return None
         return Quantity(statistics.median(self.seconds), spread(self.seconds))
 
+    def mean_step_s(self) -> float | None:
+        """The mean over ranks and timed steps, outliers aside: what the parts add up to."""
+        return sum(self.parts.get(name, 0.0) for name in PARTS) if self.parts else None
+
     def label(self, keys: Iterable[str]) -> str:
         return ", ".join(str(self.point.get(key, "-")) for key in keys)
+
+
+def key_label(key: str) -> str:
+    return KEY_LABELS.get(key, key.rpartition(".")[2].replace("_", " "))
 
 
 def matching(rows: Iterable[Row], stage: str, where: Mapping[str, Any] | None = None) -> list[Row]:
@@ -90,6 +115,11 @@ def _pool(group: Sequence[Row]) -> Row:
     )
 
 
+def side_by_side(row: Row, other: Row) -> bool:
+    """Measured in the same runs, taking turns: step by step, their times belong together."""
+    return row.runs == other.runs and len(row.seconds) == len(other.seconds)
+
+
 def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
     """The row that a scaled row is held against: same stage, model, threads and kind of compute, on one worker, or
     on one node where the study says how many workers a node has.
@@ -112,12 +142,18 @@ def baseline_of(row: Row, rows: Sequence[Row]) -> Row | None:
         and candidate.workers == unit
         and candidate.point.get("global_batch") == batch
         and all(candidate.point.get(key) == row.point.get(key) for key in same)
-        and _kind_of_compute(candidate) == _kind_of_compute(row)
+        and kind_of_compute(candidate) == kind_of_compute(row)
         and candidate.method in (BASELINE, row.method)
     ]
     # Of two that ran `single`, the one measured side by side with this row.
     nodes = row.point.get("nodes")
-    alone.sort(key=lambda candidate: (candidate.method != BASELINE, candidate.point.get("nodes") != nodes))
+    alone.sort(
+        key=lambda candidate: (
+            candidate.method != BASELINE,
+            candidate.runs != row.runs,
+            candidate.point.get("nodes") != nodes,
+        )
+    )
     return alone[0] if alone else None
 
 
@@ -131,6 +167,6 @@ def _workers_of_unit(row: Row) -> int:
     return int(row.point.get("workers_per_node", 1)) if "nodes" in row.point else 1
 
 
-def _kind_of_compute(row: Row) -> str:
+def kind_of_compute(row: Row) -> str:
     """real, replay or sleep: in strong scaling every size replays times of its own batch."""
     return str(row.point.get("compute", "real")).partition(":")[0]

@@ -11,8 +11,14 @@ from syncline.accounting.breakdown import COMMUNICATION, COMPUTE, PARTS, overlap
 from syncline.accounting.statistics import paired_ratio
 from syncline.measure.fits import Law, SerialFit, fit_law
 from syncline.methods import CONTROL
-from syncline.study.rows import Quantity, Row, baseline_of, speedup_over
+from syncline.study.rows import Quantity, Row, baseline_of, side_by_side, speedup_over
 from syncline.units import format_bytes, format_seconds, format_spread
+
+UNTIMED = (
+    "loss", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "gradients", "gflops", "bytes_per_gflop",
+    "memory", "bytes_per_sample", "needed_bytes", "room_share",
+)  # fmt: skip
+"""Values that do not depend on how long anything took."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +37,18 @@ class Value:
 def format_quantity(quantity: Quantity, unit: str) -> str:
     value, spread = quantity.value, quantity.spread
     if unit == "s":
-        return format_spread(value, spread) if spread is not None else format_seconds(value)
+        text = format_spread(value, spread) if spread is not None else format_seconds(value)
+        return text if quantity.share is None else f"{text} ({quantity.share:.0%})"
+    if unit == "s/epoch":
+        return f"{value:.1f} s"
     if unit == "B":
         return format_bytes(round(value))
     if unit == "B/s":
         return f"{value / 1e9:.3g} GB/s"
     if unit == "%":
         return f"{value:.1%} ±{spread / 2:.1%}" if spread else f"{value:.1%}"
-    digits = f"{value:.2f}" if unit == "x" else f"{value:.4g}"
+    whole = 1e4 <= value < 1e12 and value == int(value)  # a count: 20480, not 2.048e+04
+    digits = f"{value:.2f}" if unit == "x" else f"{value:.0f}" if whole else f"{value:.4g}"
     return f"{digits} ±{spread / 2:.2g}" if spread else digits
 
 
@@ -50,33 +60,74 @@ def _mean_step(row: Row, _: Sequence[Row]) -> Quantity | None:
     return Quantity(statistics.fmean(row.seconds)) if row.seconds else None
 
 
+def batch_of(row: Row) -> float:
+    """Samples of a step: where there are fewer than the plan asks for, all of them."""
+    batch = float(row.point["global_batch"])
+    return min(batch, row.figures.get("train_samples") or batch)
+
+
 def _throughput(row: Row, _: Sequence[Row]) -> Quantity | None:
     step = row.step()
-    return None if step is None else Quantity(float(row.point["global_batch"]) / step.value)
+    return None if step is None else Quantity(batch_of(row) / step.value)
+
+
+def _parts_step(row: Row, _: Sequence[Row]) -> Quantity | None:
+    whole = row.mean_step_s()
+    return None if whole is None else Quantity(whole)
+
+
+def _mean(row: Row) -> float | None:
+    """What a step takes on average: as the parts add up to, where they are known."""
+    if not row.seconds:
+        return None
+    return row.mean_step_s() or statistics.fmean(row.seconds)
 
 
 def _epoch(row: Row, _: Sequence[Row]) -> Quantity | None:
-    """Time of one pass over the training set at this batch, from the median step."""
-    step, samples = row.step(), row.figures.get("train_samples")
+    """Time of one pass over the training set at this batch: a sum of steps, so it takes the mean."""
+    step, samples = _mean(row), row.figures.get("train_samples")
     if step is None or not samples:
         return None
-    return Quantity(step.value * -(-samples // row.point["global_batch"]))
+    return Quantity(step * -(-samples // row.point["global_batch"]))
+
+
+def _usual_epoch(row: Row, _: Sequence[Row]) -> Quantity | None:
+    """Time of one pass at the median step: what stands beside a speed-up, which compares medians."""
+    step, steps = row.step(), _steps_of_epoch(row)
+    return Quantity(step.value * steps) if step is not None and steps else None
 
 
 def _epoch_without_data(row: Row, rows: Sequence[Row]) -> Quantity | None:
-    whole, step = _epoch(row, rows), row.step()
-    if whole is None or step is None or "data" not in row.parts:
+    whole, step = _epoch(row, rows), _mean(row)
+    if whole is None or not step or "data" not in row.parts:
         return None
-    return Quantity(whole.value * max(0.0, 1 - row.parts["data"] / step.value))
+    return Quantity(whole.value * max(0.0, 1 - row.parts["data"] / step))
 
 
 def _over_one_worker(row: Row, rows: Sequence[Row]) -> Quantity | None:
     """What a step costs more than one worker's on the same share: communication and all else that workers share."""
     if row.workers == 1 or "batch_per_worker" not in row.point:
         return None
-    base, step = baseline_of(row, rows), row.step()
-    alone = base.step() if base is not None else None
-    return None if step is None or alone is None else Quantity(step.value - alone.value)
+    base, step = baseline_of(row, rows), _mean(row)
+    alone = _mean(base) if base is not None else None
+    return None if step is None or alone is None else Quantity(step - alone)
+
+
+def _steps_of_epoch(row: Row) -> int | None:
+    samples = row.figures.get("train_samples")
+    return -(-samples // row.point["global_batch"]) if samples else None
+
+
+def _epoch_compute(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    """One worker's epoch, shared by n: its step on the same share x the steps of an epoch on n workers."""
+    base, steps = baseline_of(row, rows), _steps_of_epoch(row)
+    alone = _mean(base) if base is not None else None
+    return Quantity(alone * steps) if alone is not None and steps else None
+
+
+def _epoch_communication(row: Row, rows: Sequence[Row]) -> Quantity | None:
+    over, steps = _over_one_worker(row, rows), _steps_of_epoch(row)
+    return Quantity(over.value * steps) if over is not None and steps else None
 
 
 def _speedup(row: Row, rows: Sequence[Row]) -> Quantity | None:
@@ -97,9 +148,10 @@ def _time_to_ddp(row: Row, rows: Sequence[Row]) -> Quantity | None:
         for control in rows
         if (control.method, control.stage) == (CONTROL, row.stage) and _place(control) == _place(row)
     ]
-    if not controls or not row.seconds or len(controls[0].seconds) != len(row.seconds):
+    beside = [control for control in controls if control.seconds and side_by_side(control, row)]
+    if not beside:
         return None
-    ratio = paired_ratio(row.seconds, controls[0].seconds)
+    ratio = paired_ratio(row.seconds, beside[0].seconds)
     return Quantity(ratio.median, ratio.spread)
 
 
@@ -131,14 +183,17 @@ def _last_epoch(name: str) -> Callable[[Row, Sequence[Row]], Quantity | None]:
 
 def _part(*names: str) -> Callable[[Row, Sequence[Row]], Quantity | None]:
     def read(row: Row, _: Sequence[Row]) -> Quantity | None:
-        return Quantity(sum(row.parts.get(name, 0.0) for name in names)) if row.parts else None
+        if not row.parts:
+            return None
+        part, whole = sum(row.parts.get(name, 0.0) for name in names), row.mean_step_s()
+        return Quantity(part, share=part / whole if whole and set(names) <= set(PARTS) else None)
 
     return read
 
 
 def _share(*names: str) -> Callable[[Row, Sequence[Row]], Quantity | None]:
     def read(row: Row, _: Sequence[Row]) -> Quantity | None:
-        whole = sum(row.parts.get(name, 0.0) for name in PARTS)
+        whole = row.mean_step_s()
         return Quantity(sum(row.parts.get(name, 0.0) for name in names) / whole) if whole else None
 
     return read
@@ -225,14 +280,30 @@ VALUES: dict[str, Value] = {
         "step", "s", _step, "Median wall time of a step on the slowest rank; ± half the interquartile range."
     ),
     "mean_step": Value("average step", "s", _mean_step, "Mean wall time of the timed steps on the slowest rank."),
+    "parts_step": Value(
+        "step (mean)", "s", _parts_step,
+        "Mean over ranks and timed steps, outliers aside: the parts, with their shares of it, add up to it.",
+    ),
     "throughput": Value("samples/s", "samples/s", _throughput, "Global batch / median step time."),
-    "epoch": Value("epoch", "s", _epoch, "Median step time x steps of one pass over the training set."),
+    "epoch": Value("epoch", "s", _epoch, "Mean step time x steps of one pass over the training set."),
+    "epoch_seconds": Value(
+        "time", "s/epoch", _usual_epoch,
+        "Median step time x steps of one pass over the training set: as speed-ups have it.",
+    ),
+    "epoch_compute": Value(
+        "compute", "s/epoch", _epoch_compute,
+        "One worker's mean step at the same batch per worker x steps of an epoch on n workers.",
+    ),
+    "epoch_communication": Value(
+        "communication", "s/epoch", _epoch_communication,
+        "(Mean step - one worker's at the same batch per worker) x steps of an epoch on n workers.",
+    ),
     "epoch_without_data": Value(
-        "epoch without data", "s", _epoch_without_data, "Epoch x (1 - mean wait for a batch / median step)."
+        "epoch without data", "s", _epoch_without_data, "Epoch x (1 - mean wait for a batch / mean step)."
     ),
     "over_one_worker": Value(
         "over one worker", "s", _over_one_worker,
-        "Median step - one worker's median step at the same batch per worker: what the others cost, named or not.",
+        "Mean step - one worker's mean step at the same batch per worker: what the others cost, named or not.",
     ),
     "speedup": Value(
         "speed-up", "x", _speedup,
@@ -248,11 +319,11 @@ VALUES: dict[str, Value] = {
     "test_loss": Value("test loss", "", _last_epoch("test_loss"), "Sum of losses / samples of the whole test set."),
     "test_accuracy": Value("test accuracy", "%", _last_epoch("test_accuracy"), "Right / samples, whole test set."),
     **{
-        name: Value(name, "s", _part(name), f"The {name} part of the step, mean over ranks and steps; see the parts.")
+        name: Value(name, "s", _part(name), f"The {name} part of the mean step; its share in brackets.")
         for name in PARTS
     },
-    "compute": Value("compute", "s", _part(*COMPUTE), "Forward, backward and update."),
-    "communication": Value("communication", "s", _part(*COMMUNICATION), "Pack, wait and exposed wire."),
+    "compute": Value("compute", "s", _part(*COMPUTE), "Forward, backward and update, of the mean step."),
+    "communication": Value("communication", "s", _part(*COMMUNICATION), "Pack, wait and wire, of the mean step."),
     "compute_share": Value("compute", "%", _share(*COMPUTE), "Compute / step."),
     "communication_share": Value("communication", "%", _share(*COMMUNICATION), "Exposed communication / step."),
     "hidden": Value("hidden", "s", _part("hidden"), "Communication behind backward: beside the step, not inside it."),

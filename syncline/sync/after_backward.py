@@ -27,6 +27,7 @@ class AfterBackward(GradientSync):
         self.unused = unused
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._ready_ns: dict[str, int] = {}
+        self._unused_before: frozenset[str] | None = None
         self._put_off: list[str] = []
         """Parameters without a gradient at the end of the last backward, for which the average was put off."""
 
@@ -52,6 +53,7 @@ class AfterBackward(GradientSync):
     def finish(self) -> None:
         if not self._expects or not self._ready_ns:
             return
+        self._compare_with_last_backward()
         with self.communicator.scope("gradients"):
             if self.unused == "zero":
                 self._fill_in()
@@ -89,6 +91,11 @@ class AfterBackward(GradientSync):
     def _mark(self, number: int, _: Tensor) -> None:
         self._ready_ns[self._parameters[number][0]] = time.monotonic_ns()
 
+    def _compare_with_last_backward(self) -> None:
+        unused = frozenset(name for name, _ in self._parameters if name not in self._ready_ns)
+        self.graph_is_static &= self._unused_before in (None, unused)
+        self._unused_before = unused
+
     def _missing(self) -> list[str]:
         return [name for name, parameter in self._parameters if parameter.grad is None]
 
@@ -110,6 +117,7 @@ class AfterBackward(GradientSync):
                 parameter.grad = torch.zeros_like(parameter)
 
     def _average(self, name: str, gradient: Tensor, ready_ns: int) -> None:
+        self._look_at(name, gradient)
         if gradient.is_sparse:
             average_sparse(self.communicator, name, gradient)
             return

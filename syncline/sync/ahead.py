@@ -11,9 +11,10 @@ next forward, and a step takes the longer of compute and wire instead of compute
 The layout is that of `bucketed` with chunks of one size, and sums depend on the layout alone: with `barrier=True`,
 which waits for everything at the end of backward, all results are the same to the bit.
 
-One list says in which order chunks are sent, the same on all ranks. A simulation plans it (predict/transfers.py) from
-the last rank's ready times, from when forward comes to each module, and from the link's measured rate; first after
-steps with a barrier, then twice again from steps in that order, because transfers slow backward down.
+Of the chunks that are ready on all ranks, the one that the next forward needs first is sent (voting.py). A simulation
+(predict/transfers.py) says what that gains, from the last rank's ready times, from when forward comes to each module,
+and from the link's measured rate: first after steps with a barrier, then from steps without, because transfers slow
+backward down. Where it gains too little, the barrier stays.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from syncline.comm.communicator import Communicator, Work
+from syncline.comm.communicator import Communicator
 from syncline.errors import ContractError, SynclineError
 from syncline.methods import Collective, Order, TransferDtype, Unused
 from syncline.predict.transfers import Prediction, chunk_bytes
@@ -38,10 +39,12 @@ from syncline.sync.hooks import CommHook
 from syncline.sync.late_updates import LateUpdates, why_not
 from syncline.sync.layout import MB
 from syncline.sync.transfer_plan import StepTimes, measure_link, plan_transfers
+from syncline.sync.voting import VotingSender
 from syncline.sync.waits import forget_calls, waiting_places, watch_calls
 
-PLAN_AFTER = (3, 6, 9)
-"""Steps after which the order is planned from the two steps before."""
+PLAN_AFTER = (4, 8, 14)
+"""Steps after which it is predicted what a step takes, from the steps since the last time. After the second it is
+decided whether to go on without a barrier: steps with one know nothing of what transfers do to the next forward."""
 STRICT_STEPS = 12
 LEAST_GAIN = 0.03
 SHORTEST_STALL_NS = 20_000
@@ -49,6 +52,7 @@ SHORTEST_STALL_NS = 20_000
 
 
 class Ahead(Bucketed):
+    _sender: VotingSender
     first_bucket_mb = float(10**6)  # chunks of one size
 
     def __init__(
@@ -86,7 +90,6 @@ class Ahead(Bucketed):
         """optimizer.step has been called for it."""
         self._outstanding: set[int] = set()
         """Parameters whose update is to be applied."""
-        self._works: list[Work] = []
         self._arrived: set[int] = set()
         self._flags_seen = False
         self._hidden_weights: dict[int, Tensor] = {}
@@ -102,11 +105,16 @@ class Ahead(Bucketed):
         if unused == "zero":
             self._wait_always('unused="zero" needs every rank\'s word on every gradient')
 
+    def make_sender(
+        self, channels: list[Communicator], collective: Collective, wire_dtype: torch.dtype | None
+    ) -> VotingSender:
+        return VotingSender(channels, collective, wire_dtype, self.own_channel("votes"))
+
     # The contract.
 
     def attach(self, model: nn.Module) -> nn.Module:
         if self.communicator.world_size > 1:
-            self.link = measure_link(self._sender.channels[0], self.communicator)
+            self.link = measure_link(self._sender, self.communicator)
             if self._chunk_mb is None:
                 total = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
                 self.bucket_cap_mb = chunk_bytes(self.link, total) / MB
@@ -144,14 +152,10 @@ class Ahead(Bucketed):
 
     def _why_not_late(self, optimizer: torch.optim.Optimizer) -> str | None:
         assert self._model is not None, "attach a model first"
-        if any(_is_compiled(module) for module in self._model.modules()):
-            return "a module is compiled, so its calls cannot be seen"
-        if self._sparse:
-            return f"the gradient of {self._sparse[0][0]} is sparse"
         group, channel = (getattr(c.backend, "group", None) for c in (self.communicator, self._sender.channels[0]))
         if group is not None and group is channel:
             return "torch gives a subgroup only one channel"
-        return why_not(optimizer, [pair for pair in self._named if pair[1].requires_grad])
+        return why_not(optimizer, self._model, [pair for pair in self._named if pair[1].requires_grad])
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         self.bind(optimizer)
@@ -206,14 +210,22 @@ class Ahead(Bucketed):
             super().finish()
             self._times.stalled_ns += time.monotonic_ns() - before_ns
             return
+        self._compare_with_last_backward()
         for number, parameter in enumerate(self._parameters):
             if number not in self._ready:
                 self._settle_untouched(number, parameter)
         self._announce()
         self._note_pack()
         self._pending, self._asked, self._expects, self._flags_seen = True, False, False, False
-        self._works, self._arrived = [], set()
+        self._arrived = set()
         self._outstanding = set(range(len(self._parameters)))
+
+    def finish_without_gradients(self) -> None:
+        """Its own last update first; and where the others plan, so does a rank without a batch."""
+        self.synchronize()
+        if self._plans_now:
+            self._plan(torch.zeros(1, 2 * len(self.layout.buckets) + 3, dtype=torch.float64))
+        super().finish_without_gradients()
 
     def synchronize(self) -> None:
         if not self._pending:
@@ -250,7 +262,15 @@ class Ahead(Bucketed):
     @property
     def buffer_bytes(self) -> int:
         """As `bucketed`: the tripwires are one element for each parameter."""
-        return super().buffer_bytes + sum(wire.element_size() for wire in self._tripwires)
+        return super().buffer_bytes + sum(wire.element_size() for wire in self._wires.values())
+
+    @property
+    def predicted(self) -> dict[str, Any] | None:
+        if self.prediction is None or self.with_barrier is None:
+            return None
+        ahead_s, barrier_s = self.prediction.step_s, self.with_barrier.step_s
+        times = {"ahead_s": ahead_s, "barrier_s": barrier_s, "bound_s": self.prediction.bound_s}
+        return {"step_s": barrier_s if self._barrier else ahead_s, "waits": bool(self._barrier), **times}
 
     def describe(self) -> str:
         if self._why_barrier:
@@ -287,20 +307,56 @@ class Ahead(Bucketed):
         ]
         last_of_group = {bucket.group: chunk for chunk, bucket in enumerate(buckets)}
         self._flag_chunks = list(last_of_group.values())
-        self._position = {chunk: position for position, chunk in enumerate(self._send_order)}
-        # One element stands for a whole gradient: adding to it raises an error, and reading it gives NaN.
-        self._wires = [
-            torch.full((1,) * p.dim(), torch.nan, dtype=p.dtype, device=p.device) for p in self._parameters
-        ]
-        self._tripwires = [
-            wire.expand(parameter.shape) for wire, parameter in zip(self._wires, self._parameters, strict=True)
-        ]
+        # Before it is known better: what is ready last is needed first.
+        self._by_urgency: Sequence[int] = range(len(buckets))[:: 1 if self._order_by == "ready" else -1]
+        self._wires: dict[int, Tensor] = {}
+        self._tripwires: dict[int, Tensor] = {}
+        for number in range(len(self._parameters)):
+            self._lay_wire(number)
         self._times.records.clear()
+
+    def _lay_wire(self, number: int) -> None:
+        """One element stands for a whole gradient: adding to it raises an error, and reading it gives NaN. What
+        changes it without one (`zero_`, or anything where a gradient has one element) raises its version from 0."""
+        parameter = self._parameters[number]
+        with torch.inference_mode(False):  # else it would have no version
+            wire = torch.full((1,) * parameter.dim(), torch.nan, dtype=parameter.dtype, device=parameter.device)
+            self._wires[number], self._tripwires[number] = wire, wire.expand(parameter.shape)
 
     def _take_parameters(self) -> None:
         """What was planned for other parameters does not hold for these."""
         self._steps, self._places, self._barrier = 0, {}, self._barrier if self._why_barrier else self._barrier_given
         super()._take_parameters()
+        this = weakref.ref(self)
+        guards = [p.register_hook(_guard(this, number)) for number, p in enumerate(self._parameters)]
+        self._hooks += guards
+        for guard in guards:
+            when_garbage(self, guard.remove)
+
+    def _refuse_to_add(self, number: int) -> None:
+        """A gradient is about to be added to one that is on its way; what torch says of that names nothing."""
+        if self._pending and self._parameters[number].grad is self._tripwires[number]:
+            raise ContractError(
+                f"a backward adds to the gradient of {self._names[number]}, which method ahead has on its way.",
+                action="Call model.synchronize() before that backward, or optimizer.step() or zero_grad().",
+                rank=self.communicator.rank,
+            )
+
+    def _announce(self) -> None:
+        """Without a barrier: offer what is ready, in whatever order. The sender knows which is the most urgent."""
+        if self._waits:
+            super()._announce()
+            return
+        for chunk, missing in enumerate(self._missing):
+            if missing == 0:
+                if self._announced == 0:
+                    self._sender.begin(self._by_urgency)
+                self._missing[chunk] = -1
+                self._announced += 1
+                self._offer(chunk, max(self._ready[number] for number in self.layout.buckets[chunk].parameters))
+
+    def _offer(self, chunk: int, ready_ns: int) -> None:
+        self._sender.offer(chunk, self._range(self.layout.buckets[chunk]), ready_ns)
 
     def _put_in_place(self, number: int, parameter: Tensor) -> None:
         super()._put_in_place(number, parameter)
@@ -317,7 +373,7 @@ class Ahead(Bucketed):
         for number, parameter in enumerate(self._parameters):
             if parameter.grad is None:
                 self._outstanding.discard(number)  # dropped by zero_grad, or never there
-            elif parameter.grad is not self._tripwires[number] or not bool(self._wires[number].isnan()):
+            elif parameter.grad is not self._tripwires[number] or self._wires[number]._version:
                 raise ContractError(
                     f"the gradient of {self._names[number]} was changed before the transfers of method ahead ended.",
                     action="Call model.synchronize() between backward and what changes gradients.",
@@ -339,8 +395,8 @@ class Ahead(Bucketed):
     def _settle_without_step(self) -> None:
         """No step was asked for since backward: the gradients stay, unless zero_grad has dropped them."""
         for number, parameter in enumerate(self._parameters):
-            if parameter.grad is self._tripwires[number] and not bool(self._wires[number].isnan()):
-                self._wires[number].fill_(torch.nan)
+            if parameter.grad is self._tripwires[number] and self._wires[number]._version:
+                self._lay_wire(number)
                 parameter.grad = None
         self.synchronize()
 
@@ -371,7 +427,8 @@ class Ahead(Bucketed):
         for number in numbers:
             if number in self._hidden_weights:
                 self._parameters[number].data = self._hidden_weights.pop(number)
-        self._updates.apply([self._parameters[n] for n in numbers], [self._views[n] for n in numbers])
+        with self.log.span("update"):
+            self._updates.apply([self._parameters[n] for n in numbers], [self._views[n] for n in numbers])
 
     def _unused_somewhere(self) -> bool:
         """Whether a flag is set: then all ranks settle the whole step at once. Flags lie in the chunks of the first
@@ -404,10 +461,7 @@ class Ahead(Bucketed):
             if chunk in self._arrived:
                 continue
             start_ns = time.monotonic_ns()
-            position = self._position[chunk]
-            while len(self._works) <= position:
-                self._works += self._sender.collect(1)
-            self._works[position].wait()
+            self._sender.wait(chunk)
             self._arrived.add(chunk)
             end_ns = time.monotonic_ns()
             self._times.stalled_ns += end_ns - start_ns
@@ -442,33 +496,42 @@ class Ahead(Bucketed):
             assert self._model is not None
             self._places = waiting_places(self._model, self._times.called.keys(), numbers)
         elif self._last_ready and self._rebuilt:
-            self._times.record(self._places, self._chunks_of, self._flag_chunks, self._last_ready)
-        if self._steps in PLAN_AFTER and self._times.records:
-            self._plan()
+            rate = self._sender.seconds_per_byte
+            self._times.record(self._places, self._chunks_of, self._flag_chunks, self._last_ready, rate)
+        if self._plans_now and self._times.records:
+            self._plan(torch.tensor(self._times.records, dtype=torch.float64))
+            self._times.records.clear()
 
-    def _plan(self) -> None:
+    @property
+    def _plans_now(self) -> bool:
+        """The same on all ranks, also on one without a batch."""
+        return self._steps in PLAN_AFTER and self._barrier is not True and self._updates is not None
+
+    def _plan(self, records: Tensor) -> None:
         sizes = [(b.stop - b.start) * self._buffers[b.group].element_size() for b in self.layout.buckets]
-        own = torch.tensor(self._times.records[-2:], dtype=torch.float64).median(0).values
-        self._times.records.clear()
-        planned = plan_transfers(self.communicator, own, sizes, self.link, self._order_by)
-        self.prediction, self.with_barrier = planned
-        self._send_order = self.prediction.order
-        self._position = {chunk: position for position, chunk in enumerate(self._send_order)}
-        if self._barrier is None:
+        plan = plan_transfers(self.communicator, records, sizes, self.link, self._order_by)
+        self.prediction, self.with_barrier, self._by_urgency = plan.ahead, plan.with_barrier, plan.by_urgency
+        if self._barrier is None and self._steps > PLAN_AFTER[0]:
             gain = 1 - self.prediction.step_s / self.with_barrier.step_s
             self._barrier = gain < LEAST_GAIN
             if self._barrier:
                 self._why_barrier = f"without, it would gain {gain:.0%}, less than {LEAST_GAIN:.0%}"
                 assert self._model is not None
                 forget_calls(self._model)
+        self.log.add("prediction", **(self.predicted or {}))
 
     def _begin_step(self) -> None:
         self._last_ready = getattr(self, "_ready", {})
         super()._begin_step()
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+def _guard(this: weakref.ref[Ahead], number: int) -> Callable[[Tensor], None]:
+    def before_accumulation(_: Tensor) -> None:
+        sync = this()
+        if sync is not None:
+            sync._refuse_to_add(number)
+
+    return before_accumulation
 
 
 def _weakly(this: weakref.ref[Ahead], react: Any) -> Any:

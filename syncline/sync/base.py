@@ -12,6 +12,7 @@ nothing of ours, and a method that nobody holds any more takes its hooks, thread
 
 from __future__ import annotations
 
+import cmath
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -36,6 +37,9 @@ _expecting: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientSync]] = we
 SameStart = Literal["all", "parameters", "nothing"]
 
 
+_KERAS_STATISTICS = ("/moving_mean", "/moving_variance")
+
+
 class GradientSync(ABC):
     """A method of making every rank's .grad the mean over ranks."""
 
@@ -44,6 +48,10 @@ class GradientSync(ABC):
     also from a checkpoint, makes one discarded backward first."""
     has_rebuilt = False
     """The buckets follow the order in which gradients became ready."""
+    sees_gradients = True
+    """It can look at each gradient before it is sent."""
+    stands_alone = False
+    """True if this process takes the whole batch, and no other rank takes part."""
     holds_gradients = False
     """True if `.grad` lies in the method's buffers, so that gradients need no other memory."""
 
@@ -53,8 +61,11 @@ class GradientSync(ABC):
         """Where time spent on copying gradients is noted; make_sync puts the rank's own here."""
         self.on_gradient: Callable[[], None] | None = None
         """Called at each gradient of a backward that is averaged: how a caller learns that one is under way."""
+        self.looks_for_nan = False
+        """Keep the sum of each gradient before it is sent, for `not_finite`. Set before attach, as the next three."""
+        self._sums: dict[str, Tensor] = {}
         self.ignored: frozenset[str] = frozenset()
-        """Parameters and buffers that stay each rank's own. Set before attach, as the next two."""
+        """Parameters and buffers that stay each rank's own."""
         self.same_start: SameStart = "all"
         """What every rank gets from rank 0 in attach."""
         self.static_graph = False
@@ -148,6 +159,23 @@ class GradientSync(ABC):
         """Like `finish`, where `update` comes next: a method may leave gradients on their way. Collective."""
         self.finish()
 
+    def not_finite(self) -> list[str]:
+        """Parameters whose gradient of the last backward was NaN or infinite on this rank before it was sent."""
+        sums, self._sums = self._sums, {}
+        return [name for name, total in sums.items() if not cmath.isfinite(total.item())]
+
+    def _look_at(self, name: str, gradient: Tensor) -> None:
+        """Call it before a gradient is sent: afterwards every rank holds a NaN of one. A sum is NaN or infinite if a
+        summand is, and takes a hundredth of the time that `isfinite` does; it is read after the step."""
+        if self.looks_for_nan:
+            values = gradient._values() if gradient.is_sparse else gradient
+            # 16-bit numbers: their sum would overflow where they do not.
+            self._sums[name] = values.sum(dtype=torch.float32 if values.dtype.itemsize == 2 else None)
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """The error that a backward raised, with what is known of it."""
+        return error
+
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """One step of the optimiser on the averaged gradients, which are then dropped. A method may apply it to a
         layer when that layer is next used."""
@@ -159,6 +187,12 @@ class GradientSync(ABC):
 
     def synchronize(self) -> None:  # noqa: B027
         """Wait for what is on its way: gradients hold the mean, and updates that were asked for are applied."""
+
+    @property
+    def predicted(self) -> dict[str, Any] | None:
+        """What the method expects of a step once it has planned one: `step_s` as it goes on, which `waits` for all
+        gradients or not, and `ahead_s`, `barrier_s` and `bound_s` for either way and at best."""
+        return None
 
     def finish_without_gradients(self) -> None:
         """Take part in the others' finish with zeros: this rank has no batch left. Collective."""
@@ -208,7 +242,7 @@ class GradientSync(ABC):
 
     def buffers_to_share(self) -> list[Tensor]:
         assert self._model is not None, "attach a model first"
-        return [buffer for name, buffer in self._model.named_buffers() if name not in self.ignored]
+        return [buffer for name, buffer in running_state(self._model) if name not in self.ignored]
 
     def _averaged(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in model.named_parameters() if name not in self.ignored]
@@ -261,6 +295,9 @@ class Announced(nn.Module):
 class Single(GradientSync):
     """single: one worker on the whole batch. Nothing is sent."""
 
+    sees_gradients = False
+    stands_alone = True
+
     def attach(self, model: nn.Module) -> nn.Module:
         return model
 
@@ -288,6 +325,17 @@ def broadcast_state(
                 communicator.broadcast(dense, root=root, label=name)
                 if dense is not values:
                     values.copy_(dense)
+
+
+def running_state(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """What a forward in training changes: buffers, and batch-norm statistics that Keras keeps as parameters."""
+    return [*model.named_buffers(), *keras_statistics(model)]
+
+
+def keras_statistics(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Keras has no buffers: its statistics are parameters without gradients, known by the names of its variables."""
+    named = model.named_parameters()
+    return [(name, p) for name, p in named if not p.requires_grad and name.endswith(_KERAS_STATISTICS)]
 
 
 def share_buffers(communicator: Communicator, buffers: Iterable[Tensor], *, root: int = 0) -> None:

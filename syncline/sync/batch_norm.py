@@ -32,17 +32,17 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from syncline.comm.communicator import Communicator
 from syncline.errors import PlanError
 from syncline.methods import BatchNorm
-from syncline.sync.base import GradientSync, Single
+from syncline.sync.base import GradientSync, keras_statistics
 from syncline.sync.bucketed import Bucketed
 from syncline.sync.ddp import DDP
-from syncline.sync.replicas import Replicated
 
 
 def attach(sync: GradientSync, model: nn.Module, policy: BatchNorm | None) -> nn.Module:
     """`sync.attach`, with batch norm by the policy; None leaves it to the method. Collective."""
-    if isinstance(sync, Single | Replicated):
-        return sync.attach(model)  # perhaps alone, while other ranks wait
+    if sync.stands_alone:
+        return sync.attach(model)  # while other ranks wait, perhaps
     if policy == "sync" and sync.communicator.world_size > 1:
+        refuse_keras(model)
         channel = sync.own_channel("batch norm")
         if isinstance(sync, DDP | Bucketed):
             refuse_shared_channel(sync.communicator, channel)
@@ -52,6 +52,14 @@ def attach(sync: GradientSync, model: nn.Module, policy: BatchNorm | None) -> nn
     if policy == "broadcast" and not isinstance(sync, DDP):  # which does so by itself
         sync.shares_buffers = True
     return module
+
+
+def refuse_keras(model: nn.Module) -> None:
+    if keras_statistics(model):
+        raise PlanError(
+            "Keras's batch norm has no layers in torch, so its statistics cannot be those of all ranks' batches.",
+            action="Use batch_norm='broadcast'.",
+        )
 
 
 def refuse_shared_channel(communicator: Communicator, channel: Communicator) -> None:

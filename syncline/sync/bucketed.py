@@ -24,6 +24,7 @@ from torch import Tensor
 from syncline.collectives.execute import Executor
 from syncline.collectives.patterns import make_schedule
 from syncline.comm.communicator import Communicator, Operation, Work
+from syncline.comm.short_turns import take_short_turns
 from syncline.errors import PlanError
 from syncline.methods import Collective, TransferDtype, Unused
 from syncline.sync.base import when_garbage
@@ -57,12 +58,17 @@ class Bucketed(FlatSync):
         self._hook: tuple[object, CommHook] | None = None
         self._rebuilt = False
         wire = WIRE_DTYPES[transfer_dtype] if transfer_dtype else None
-        self._sender = _Sender(self.open_channels(groups), collective, wire)
+        self._sender = self.make_sender(self.open_channels(groups), collective, wire)
         when_garbage(self, self._sender.stop)
 
     def open_channels(self, groups: int) -> list[Communicator]:
         """What buckets travel on, in turn. Collective."""
         return [self.own_channel(f"buckets {number}") for number in range(groups)]
+
+    def make_sender(
+        self, channels: list[Communicator], collective: Collective, wire_dtype: torch.dtype | None
+    ) -> Sender:
+        return Sender(channels, collective, wire_dtype)
 
     @property
     def changes_gradients(self) -> bool:
@@ -189,7 +195,7 @@ class Bucketed(FlatSync):
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
     """A bucket on its way from backward to the sender."""
 
     number: int
@@ -197,9 +203,10 @@ class _Task:
     ready_ns: int
     before: Callable[[], None] | None
     event: torch.cuda.Event | None
+    label: str = "bucket"
 
 
-class _Sender:
+class Sender:
     """The communication thread. It starts operations and waits for none but our own schedules, so that native ones
     overlap each other too. For each task it puts exactly one answer into `_started`, in order; an error is an answer,
     which `collect` raises where the user's own code runs."""
@@ -210,17 +217,27 @@ class _Sender:
         if collective != "native":
             schedule = make_schedule(collective, channels[0].world_size)
             self._executors = [Executor(channel, schedule, wire_dtype) for channel in channels]
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Task | Callable[[], None] | None] = queue.SimpleQueue()
         self._started: queue.SimpleQueue[Work | BaseException] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def send(self, number: int, values: Tensor, ready_ns: int, before: Callable[[], None] | None = None) -> None:
+    def send(
+        self,
+        number: int,
+        values: Tensor,
+        ready_ns: int,
+        before: Callable[[], None] | None = None,
+        label: str = "bucket",
+    ) -> None:
         """Sum `values` over ranks; `before` runs first, in the sending thread."""
+        self._put(Task(number, values, ready_ns, before, mark_stream(values), label))
+
+    def _put(self, task: Task | Callable[[], None]) -> None:
         if self._thread is None:
             # A daemon: a rank that fails while a bucket hangs must be able to end.
             self._thread = threading.Thread(target=self._run, name="syncline-buckets", daemon=True)
             self._thread.start()
-        self._tasks.put(_Task(number, values, ready_ns, before, _mark_stream(values)))
+        self._tasks.put(task)
 
     @property
     def scratch_bytes(self) -> int:
@@ -244,21 +261,25 @@ class _Sender:
             self._thread = None
 
     def _run(self) -> None:
+        take_short_turns(threading.get_native_id())
         while (task := self._tasks.get()) is not None:
             try:
-                self._started.put(self._start(task))
+                if isinstance(task, Task):
+                    self._started.put(self._start(task))
+                else:
+                    task()
             except BaseException as error:
                 self._started.put(error)
             del task  # or the method, which a task may hold, would not be garbage before the next task
 
-    def _start(self, task: _Task) -> Work:
+    def _start(self, task: Task) -> Work:
         if task.event is not None:
             task.event.wait()
         if task.before is not None:
             task.before()
         # By number and not by who is free: ranks must put a bucket on the same channel.
         which = task.number % len(self.channels)
-        label = f"bucket {task.number}"
+        label = f"{task.label} {task.number}"
         with self.channels[which].scope(label):
             if self._executors is None:
                 operation = Operation(
@@ -266,17 +287,17 @@ class _Sender:
                 )
                 return self.channels[which].start(operation)
             self._executors[which].sum(task.values, label=label, ready_ns=task.ready_ns)
-            return _Done()
+            return Done()
 
 
-class _Done:
+class Done:
     """A schedule has run to its end in the sender; nothing is left to wait for."""
 
     def wait(self) -> None:
         pass
 
 
-def _mark_stream(values: Tensor) -> torch.cuda.Event | None:
+def mark_stream(values: Tensor) -> torch.cuda.Event | None:
     """On a GPU the gradients are still being computed when the hook runs: the sender's stream must wait for them."""
     if values.device.type != "cuda":
         return None

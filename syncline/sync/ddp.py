@@ -8,8 +8,9 @@ DDP looks at the hook's annotations as objects, so this file does not postpone t
 
 import inspect
 import time
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,12 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from syncline.comm.communicator import Communicator
-from syncline.comm.torch_backend import TorchCommunicator
+from syncline.comm.torch_backend import TorchCommunicator, translate
 from syncline.errors import PlanError
+from syncline.launcher.outcome import is_about_connections
 from syncline.methods import Unused
 from syncline.spans import EventLog
-from syncline.sync.base import GradientSync
+from syncline.sync.base import GradientSync, keras_statistics, share_buffers
 from syncline.sync.hooks import CommHook
 
 _BUFFERS = next(
@@ -65,8 +67,13 @@ class DDP(GradientSync):
             init_sync=self.same_start != "nothing",
             **buffers,
         )
-        if not self.log.off:  # a hook costs time even where nobody reads the log; `trace` may add it later
+        if keras_statistics(model):
+            self._module.register_forward_pre_hook(self._share_keras_statistics)
+        if not self.log.off or self.looks_for_nan:  # a hook costs time, also where nobody wants it
             self.trace(self.log)
+        if self.looks_for_nan:
+            self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+            _tracers[self._module].look = weakly(self._look_at_bucket)
         return self._module
 
     @property
@@ -75,8 +82,21 @@ class DDP(GradientSync):
         assert self._module is not None, "attach a model first"
         return sum(parameter.nbytes for parameter in self._module.parameters() if parameter.requires_grad)
 
+    def _share_keras_statistics(self, *_: object) -> None:
+        """torch's class shares buffers by itself, but not what Keras has in their place."""
+        module = self._module
+        if module is not None and module.training and self.shares_buffers and not self.paused:
+            named = keras_statistics(module.module)
+            share_buffers(self.communicator, [tensor for name, tensor in named if name not in self.ignored])
+
     def finish(self) -> None:
         """DDP ends its transfers inside backward."""
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """torch's own words name no rank; who is where is known all the same."""
+        if not is_about_connections(error):
+            return error
+        return self.communicator.lost("a transfer of DistributedDataParallel", translate(error))
 
     def settings_changed(self) -> None:
         if self._module is not None:
@@ -92,6 +112,10 @@ class DDP(GradientSync):
         super().detach()
         self._module = None
 
+    def _look_at_bucket(self, bucket: GradBucket) -> None:
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self._look_at(self._names[id(parameter)], gradient)
+
     def trace(self, log: EventLog) -> None:
         """Write transfers into the log, unless another communication hook makes them."""
         assert self._module is not None, "attach a model first"
@@ -104,10 +128,12 @@ class _Tracer:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.log = EventLog(keep=False)
+        self.look: Callable[[GradBucket], None] = lambda bucket: None
 
     def all_reduce(self, _state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         # torch has copied the gradients into the bucket by now, and copies them out after the last bucket: neither
         # can be seen from here. What can is the division.
+        self.look(bucket)
         ready_ns = time.monotonic_ns()
         buffer = bucket.buffer().div_(self.group.size())
         start_ns = time.monotonic_ns()
@@ -125,6 +151,12 @@ class _Tracer:
 
         noted: torch.futures.Future[Tensor] = work.get_future().then(note)
         return noted
+
+
+def weakly(look: Callable[[GradBucket], None]) -> Callable[[GradBucket], None]:
+    """The method's look at a bucket; torch keeps a hook for good, and it must not keep the method."""
+    method = WeakMethod(look)
+    return lambda bucket: None if (alive := method()) is None else alive(bucket)
 
 
 _tracers: WeakKeyDictionary[DistributedDataParallel, _Tracer] = WeakKeyDictionary()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from syncline.comm.communicator import Communicator
 from syncline.errors import ContractError, SynclineError
 from syncline.methods import Unused
-from syncline.sync.base import Announced, GradientSync, in_backward
+from syncline.sync.base import Announced, GradientSync, in_backward, in_one_piece
 from syncline.sync.layout import MB, Group, Layout, Size, plan_layout
 from syncline.sync.sparse import average_sparse, no_rows, sparse_weights
 
@@ -79,6 +79,11 @@ class FlatSync(GradientSync):
     @abstractmethod
     def complete(self) -> None:
         """Return when every bucket holds the mean. Collective."""
+
+    @property
+    def sees_gradients(self) -> bool:  # type: ignore[override]
+        """Not where there is nobody to send them to."""
+        return self._model is not None
 
     @property
     def changes_gradients(self) -> bool:
@@ -220,9 +225,7 @@ class FlatSync(GradientSync):
     def _view(self, number: int) -> Tensor:
         parameter, slot = self._parameters[number], self.layout.slots[number]
         flat = self._buffers[slot.group][slot.start : slot.stop]
-        if parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
-            return flat.as_strided(parameter.shape, parameter.stride())
-        return flat.view(parameter.shape)
+        return flat.as_strided(parameter.shape, torch.empty_like(parameter, device="meta").stride())
 
     # How a step goes.
 
@@ -281,6 +284,7 @@ class FlatSync(GradientSync):
                 parameter.grad = view
             elif factor is not None:
                 view.mul_(factor)
+            self._look_at(self._names[number], view)
         self._note_ready(number, start_ns)
 
     def _note_ready(self, number: int, start_ns: int) -> None:
@@ -331,6 +335,7 @@ class FlatSync(GradientSync):
         for name, parameter in self._sparse:
             has_gradient = parameter.grad is not None
             gradient = parameter.grad if parameter.grad is not None else no_rows(parameter)
+            self._look_at(name, gradient)
             with self.communicator.scope(name):
                 average_sparse(self.communicator, name, gradient)
             parameter.grad = gradient if has_gradient or gradient._nnz() else None
@@ -383,7 +388,7 @@ class FlatSync(GradientSync):
 
     def _average_at_once(self, name: str, parameter: nn.Parameter) -> None:
         """Of a parameter that was unfrozen since the last step: it is in the buffers from the next one on."""
-        mean = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        mean = torch.zeros_like(parameter) if parameter.grad is None else in_one_piece(parameter.grad)
         with self.communicator.scope(name), torch.no_grad():
             self.communicator.all_reduce(mean, label=name)
             parameter.grad = mean.div_(self.communicator.world_size)

@@ -5,7 +5,7 @@ host, every rank there has added its slice of it over all the host's ranks into 
 arrived, the others copy it from there. So a link carries each gradient once, however many ranks share it.
 
 With one host it is shared-memory, with one rank on each host it is bucketed. Which ranks share a host is what launch
-says.
+says. With the option `ahead` it is method ahead between hosts (ahead_between_leaders.py).
 """
 
 from __future__ import annotations
@@ -28,6 +28,16 @@ from syncline.sync.layout import Bucket, Group, Layout
 from syncline.sync.shared_memory import allocate_rows, cut_slice
 
 
+def make(communicator: Communicator, *, ahead: bool = False, **options: Any) -> Bucketed:
+    """The method with its options."""
+    if not ahead:
+        return Hierarchical(communicator, **options)
+    from syncline.sync.ahead_between_leaders import AheadBetweenLeaders
+
+    options.pop("overlap", None)  # a plan refuses to switch it off
+    return AheadBetweenLeaders(communicator, chunk_mb=options.pop("bucket_cap_mb", None), **options)
+
+
 class Hierarchical(Bucketed):
     def __init__(
         self,
@@ -46,7 +56,7 @@ class Hierarchical(Bucketed):
         self._leaders = communicator.part("leaders", [[ranks[0] for ranks in hosts]] if len(hosts) > 1 else [])
         self._sends = self._leaders is not None
         self._summed: Barrier | None = None
-        self._arrived: Barrier | None = None
+        self._mean_is_there: Barrier | None = None
         super().__init__(
             communicator, bucket_cap_mb=bucket_cap_mb, collective=collective, transfer_dtype=transfer_dtype,
             overlap=overlap, unused=unused,
@@ -69,8 +79,8 @@ class Hierarchical(Bucketed):
         self._close_barriers()
         segment, rows = allocate_rows(self._here, layout, "hierarchical")
         self._summed = Barrier(segment, self._here)
-        self._arrived = Barrier(Segment(self._here, 0), self._here)
-        for barrier in (self._summed, self._arrived):
+        self._mean_is_there = Barrier(Segment(self._here, 0), self._here)
+        for barrier in (self._summed, self._mean_is_there):
             when_garbage(self, barrier.close)
         self._leader_row = {group: row[0] for group, row in rows.items()}
         self._slices = [
@@ -84,7 +94,7 @@ class Hierarchical(Bucketed):
         if not self._overlap:
             for number in range(len(self.layout.buckets)):
                 self._send(number)
-        assert self._arrived is not None, "attach a model first"
+        assert self._mean_is_there is not None, "attach a model first"
         for number, bucket in enumerate(self.layout.buckets):
             (work,) = self._sender.collect(1)
             work.wait()
@@ -93,18 +103,21 @@ class Hierarchical(Bucketed):
                 start_ns = time.monotonic_ns()
                 total.div_(self.communicator.world_size)
                 self.log.pack("all gradients", start_ns)
-            self._arrived.wait(f"waiting for the mean of bucket {number}")
+            self._mean_is_there.wait(f"waiting for the mean of bucket {number}")
             self._note(number, bucket)
             if self._here.rank != 0:
                 start_ns = time.monotonic_ns()
                 self._range(bucket).copy_(total)
                 self.log.pack("all gradients", start_ns)
         # Else the leader could begin its next backward while others still copy.
-        self._arrived.wait("copying the mean")
+        self._mean_is_there.wait("copying the mean")
         if not self._rebuilt and self._parameters:
             self._rebuild(list(self._ready))
 
     def detach(self) -> None:
+        for barrier in (self._summed, self._mean_is_there):
+            if barrier is not None:
+                barrier.leave()  # first: the thread that sends may wait for a rank that waits for this one
         super().detach()
         self._close_barriers()
 
@@ -139,7 +152,7 @@ class Hierarchical(Bucketed):
             )  # fmt: skip
 
     def _close_barriers(self) -> None:
-        for barrier in (self._summed, self._arrived):
+        for barrier in (self._summed, self._mean_is_there):
             if barrier is not None:
                 barrier.close()
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncline.sync.sparse import sparse_weights
+
 NOT_BY_PARAMETER = ("LBFGS",)
 """Optimisers of torch that look at all gradients at once."""
 
@@ -64,13 +66,25 @@ class LateUpdates:
             torch.clear_autocast_cache()  # it may hold a weight as it was before its update
 
 
-def why_not(optimizer: torch.optim.Optimizer, trained: Sequence[tuple[str, nn.Parameter]]) -> str | None:
-    """What keeps updates of this optimiser from being applied late; None if nothing does."""
+def why_not(
+    optimizer: torch.optim.Optimizer, model: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]
+) -> str | None:
+    """What keeps updates of these parameters of the model from being applied late; None if nothing does."""
+    if any(_is_compiled(module) for module in model.modules()):
+        return "a module is compiled, so its calls cannot be seen"
+    sparse = sparse_weights(model)
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim") or kind.__name__ in NOT_BY_PARAMETER:
+    by_parameter = kind.__module__.startswith("torch.optim") and kind.__name__ not in NOT_BY_PARAMETER
+    if not getattr(optimizer, "per_parameter", by_parameter):
         return f"{kind.__name__} may look at all gradients at once"
     groups = LateUpdates(optimizer).group_of()
     for name, parameter in trained:
         if id(parameter) not in groups:
             return f"parameter {name} is not in the optimizer"
+        if id(parameter) in sparse:
+            return f"the gradient of {name} is sparse"
     return None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

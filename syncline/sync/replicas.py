@@ -28,6 +28,9 @@ Result = TypeVar("Result")
 
 
 class Replicated(GradientSync):
+    sees_gradients = False
+    stands_alone = True
+
     def __init__(self, communicator: Communicator, *, replicas: int = 2) -> None:
         super().__init__(communicator)
         self._num_replicas = replicas

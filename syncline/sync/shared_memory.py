@@ -55,6 +55,7 @@ class SharedMemory(FlatSync):
     def detach(self) -> None:
         super().detach()
         if self._barrier is not None:
+            self._barrier.leave()
             self._barrier.close()
 
     def bucket_ready(self, number: int) -> None:

@@ -2,7 +2,8 @@
 
 All ranks compute at once, as they will in the run, each on a model of its own that no method is attached to and that
 is thrown away afterwards: the model that is trained is not touched, so a run is the same to the bit with and without.
-Only here is every layer timed; real steps pay nothing for it.
+Only here is every layer timed; real steps pay nothing for it. After each update the same is done once more layer by
+layer, at rate 0 and beside the clock of the step: what part of the update each layer has.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -23,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from syncline.comm.communicator import Communicator
 from syncline.spans import EventLog, Record
+from syncline.training.layer_updates import parameters_by_layer, timed_updates
 from syncline.training.step import Worker, train_step
 from syncline.workload.data.loading import announced
 from syncline.workload.recorded import ComputeTimes
@@ -44,6 +46,8 @@ class StepTimes:
     """By leaf module, in the order of the first call."""
     ready: dict[str, float]
     """By parameter."""
+    updates: dict[str, float]
+    """By parameter, applied layer by layer."""
 
 
 def calibrate(worker: Worker, sharding: Sharding, num_steps: int, communicator: Communicator) -> list[StepTimes]:
@@ -51,7 +55,7 @@ def calibrate(worker: Worker, sharding: Sharding, num_steps: int, communicator: 
     log, started = worker.log, time.monotonic()
     aside = replace(worker, log=EventLog(rank=log.rank))
     steps: list[StepTimes] = []
-    with torch.random.fork_rng(), _watching(worker.model) as watch:
+    with torch.random.fork_rng(), _watching(worker.model, worker.optimizer) as watch:
         for shard in announced(worker.batches, first_shards(sharding, num_steps + 1)):
             if _someone_is_late(communicator, steps, started):
                 break
@@ -87,6 +91,9 @@ class _Watch:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
         self.ready: dict[str, int] = {}
+        self.updates: dict[str, float] = {}
+        self.updates_ns = 0
+        """How long the updates layer by layer took in all."""
         self._entered: dict[str, int] = {}
 
     def clear(self) -> None:
@@ -111,10 +118,19 @@ class _Watch:
 
         return hook
 
+    def update_again(self, layers: Sequence[Mapping[str, nn.Parameter]]) -> Callable[..., None]:
+        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            start_ns = time.monotonic_ns()
+            self.updates = timed_updates(optimizer, layers)
+            self.updates_ns = time.monotonic_ns() - start_ns
+
+        return hook
+
 
 @contextmanager
-def _watching(model: nn.Module) -> Iterator[_Watch]:
+def _watching(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[_Watch]:
     watch, hooks = _Watch(), list[RemovableHandle]()
+    hooks.append(optimizer.register_step_post_hook(watch.update_again(parameters_by_layer(model))))
     for name, module in model.named_modules():
         if not list(module.children()):
             hooks.append(module.register_forward_pre_hook(watch.enter(name)))
@@ -134,6 +150,7 @@ def _step_times(records: Sequence[Record], watch: _Watch) -> StepTimes:
     phases = {name: (spans[name][1] - spans[name][0]) / 1e9 for name in ("data", "forward", "update")}
     if "score" in spans:  # read from forward's result, and counted there
         phases["forward"] += (spans["score"][1] - spans["score"][0]) / 1e9
+    phases["update"] -= watch.updates_ns / 1e9
     start, end = spans["backward"]
     last = max(watch.ready.values(), default=end)
     phases |= {"backward": (last - start) / 1e9, "rest": (end - last) / 1e9}
@@ -142,7 +159,7 @@ def _step_times(records: Sequence[Record], watch: _Watch) -> StepTimes:
         if left <= spans["forward"][1]:  # checkpointing calls layers again in backward
             layers[name] = layers.get(name, 0.0) + (left - entered) / 1e9
     ready = {name: (moment - start) / 1e9 for name, moment in watch.ready.items()}
-    return StepTimes(phases, layers, ready)
+    return StepTimes(phases, layers, ready, watch.updates)
 
 
 def gather_times(
@@ -154,6 +171,7 @@ def gather_times(
     own = [median_of([step.phases.get(name) for step in steps]) for name in PHASES]
     own += [median_of([step.layers.get(name) for step in steps]) for name in layers]
     own += [median_of([step.ready.get(name) for step in steps]) for name in trained]
+    own += [median_of([step.updates.get(name) for step in steps]) for name in trained]
     with communicator.scope("calibration times"):
         sent = torch.tensor(own, dtype=torch.float64, device=communicator.device)
         by_rank = [part.tolist() for part in communicator.all_gather(sent, label="calibration times")]
@@ -176,12 +194,16 @@ def compute_times(
     by_rank: Sequence[Sequence[float]],
     about: dict[str, Any],
 ) -> ComputeTimes:
-    """Medians over ranks. Pure: each rank's row holds the phases, then the layers, then the moments of readiness."""
+    """Medians over ranks. Pure: each rank's row holds the phases, then the layers, then the moments of readiness and
+    the updates of the trained parameters."""
     middle = [median_of(column) for column in zip(*by_rank, strict=True)]
     phases = dict(zip(PHASES, middle, strict=False))
     first, second = len(PHASES), len(PHASES) + len(layers)
+    third = second + len(trained)
     of_layer = dict(zip(layers, middle[first:second], strict=True))
-    moments = {name: at for name, at in zip(trained, middle[second:], strict=True) if not math.isnan(at)}
+    moments = {name: at for name, at in zip(trained, middle[second:third], strict=True) if not math.isnan(at)}
+    updates = dict(zip(trained, middle[third:], strict=True))
+    whole = sum(updates[name] for name in moments)
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     forward = [
         {"layer": name, "kind": type(modules[name]).__name__, "seconds": _ns(of_layer[name])} for name in called
@@ -191,7 +213,8 @@ def compute_times(
     backward, before = [], 0.0
     for name in sorted(moments, key=lambda name: moments[name]):
         tensor = {"shape": list(parameters[name].shape), "dtype": _dtype(parameters[name])}
-        backward.append({"parameter": name, **tensor, "seconds": _ns(moments[name] - before)})
+        update = {} if math.isnan(whole) else {"update_s": _ns(phases["update"] * updates[name] / whole)}
+        backward.append({"parameter": name, **tensor, "seconds": _ns(moments[name] - before), **update})
         before = moments[name]
     buffers = [{"name": key, "shape": list(own.shape), "dtype": _dtype(own)} for key, own in model.named_buffers()]
     return ComputeTimes.model_validate(

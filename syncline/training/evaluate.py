@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from syncline.comm.communicator import Communicator
 from syncline.plan import Precision
+from syncline.sync.base import running_state
 from syncline.training.step import buffers_kept
 from syncline.workload.data.batches import Batches, device_of, on_device
 from syncline.workload.data.loading import announced
@@ -23,6 +24,9 @@ BATCH, LARGE_BATCH = 250, 10
 LARGE = 3 * 64 * 64
 """Numbers in a sample above which LARGE_BATCH is used, so that it fits into memory; texts are always large."""
 
+Seen = Callable[[int, int], None]
+"""Told how many batches of how many are done."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -33,35 +37,59 @@ class Evaluation:
 
 
 def evaluate(
-    model: nn.Module, batches: Batches, communicator: Communicator, precision: Precision = "float32"
+    model: nn.Module,
+    batches: Batches,
+    communicator: Communicator,
+    precision: Precision = "float32",
+    limit: int | None = None,
+    seen: Seen = lambda done, total: None,
 ) -> Evaluation:
-    """With rank 0's buffers on every rank, each rank taking every n-th batch. Training state is left as it was."""
+    """With rank 0's buffers on every rank, each rank taking every n-th batch. Training state is left as it was.
+
+    `limit`: only so many samples, the first ones. `seen` is told before each batch how many of this rank's are done.
+    """
+    samples = _num_samples(batches, limit)
     with communicator.scope("evaluate"), buffers_kept(model):
-        for name, buffer in model.named_buffers():
+        for name, buffer in running_state(model):
             communicator.broadcast(buffer, label=name)
-        results = _evaluate_batches(model, batches, communicator.rank, communicator.world_size, precision)
+        share = (communicator.rank, communicator.world_size)
+        results = _evaluate_batches(model, batches, share, precision, samples, seen)
         results = results.to(communicator.device)
         communicator.all_reduce(results, label="loss and score by batch")
-    return _total(results, batches)
+    return _total(results, batches, samples)
 
 
 def evaluate_per_rank(
-    model: nn.Module, batches: Batches, communicator: Communicator, precision: Precision = "float32"
+    model: nn.Module,
+    batches: Batches,
+    communicator: Communicator,
+    precision: Precision = "float32",
+    limit: int | None = None,
+    seen: Seen = lambda done, total: None,
 ) -> list[Evaluation]:
     """Each rank's own buffers on the whole test set: they differ, because batch-norm statistics are local."""
-    results = _evaluate_batches(model, batches, 0, 1, precision).to(communicator.device)
+    samples = _num_samples(batches, limit)
+    results = _evaluate_batches(model, batches, (0, 1), precision, samples, seen).to(communicator.device)
     with communicator.scope("evaluate per rank"):
-        return [_total(part, batches) for part in communicator.all_gather(results)]
+        return [_total(part, batches, samples) for part in communicator.all_gather(results)]
 
 
-def _evaluate_batches(model: nn.Module, batches: Batches, first: int, stride: int, precision: Precision) -> Tensor:
-    """Sums of losses and of scores for each batch; zero where another rank fills in."""
+def _num_samples(batches: Batches, limit: int | None) -> int:
+    return batches.num_test if limit is None else min(limit, batches.num_test)
+
+
+def _evaluate_batches(
+    model: nn.Module, batches: Batches, share: tuple[int, int], precision: Precision, num_samples: int, seen: Seen
+) -> Tensor:
+    """Sums of losses and of scores for each batch; zero where another rank fills in. `share`: first and stride."""
     size = _batch_size(batches.task)
-    every = [range(start, start + size) for start in range(0, batches.num_test, size)]
+    every = [range(start, min(start + size, num_samples)) for start in range(0, num_samples, size)]
     device = device_of(model)
     results = torch.zeros(len(every), 2, dtype=torch.float64)
     with torch.no_grad(), _evaluating(model):
-        for samples in announced(batches, every[first::stride]):
+        own = every[share[0] :: share[1]]
+        for done, samples in enumerate(announced(batches, own)):
+            seen(done, len(own))
             index = samples.start // size
             inputs, targets = on_device(batches.test(samples.start, samples.stop), device)
             outputs = forward_in(precision, model, inputs)
@@ -75,9 +103,9 @@ def _batch_size(task: Task) -> int:
     return LARGE_BATCH if tokens or math.prod(task.input_shape) > LARGE else BATCH
 
 
-def _total(results: Tensor, batches: Batches) -> Evaluation:
+def _total(results: Tensor, batches: Batches, num_samples: int) -> Evaluation:
     loss, score = results.sum(0).tolist()
-    return Evaluation(loss / (batches.num_test * batches.task.answers_per_sample), score, batches.num_test)
+    return Evaluation(loss / (num_samples * batches.task.answers_per_sample), score, num_samples)
 
 
 @contextmanager

@@ -8,19 +8,24 @@ gradient, the one that a single worker would compute on the whole batch, so all 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from syncline.plan import Precision
+from syncline.comm.threads import ThreadCommunicator, ThreadWorld
+from syncline.errors import NotFiniteError
+from syncline.plan import OnNan, Precision
 from syncline.spans import EventLog
 from syncline.sync import GradientSync
+from syncline.sync.base import Single, keras_statistics, running_state
 from syncline.sync.batch_norm import SyncBatchNorm, samples_not_counted
+from syncline.sync.tree_aggregate import TreeAggregate
 from syncline.training.delays import NO_DELAYS, Delayed, Delays
 from syncline.workload.data.batches import Batches, device_of, on_device
 from syncline.workload.precision import forward_in
@@ -48,6 +53,8 @@ class Worker:
     precision: Precision = "float32"
     clip_norm: float | None = None
     """Longest gradient that is applied."""
+    on_nan: OnNan = "ignore"
+    """What to do about a loss or gradient of this rank that is not finite."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A part of the step in the log; it begins with a pause where the plan injects one."""
@@ -67,6 +74,10 @@ class StepResult:
     loss: float
     num_samples: int
     score_sum: float
+    guess_loss: float | None = None
+    """The loss of a model that knows nothing."""
+    not_finite: NotFiniteError | None = None
+    """What a run that goes on in spite of it has to say."""
 
 
 def seed_forward(seed: int, rank: int, step: int) -> None:
@@ -78,6 +89,7 @@ def seed_forward(seed: int, rank: int, step: int) -> None:
 def train_step(worker: Worker, shard: Shard) -> StepResult:
     # Clipping looks at all gradients, so it needs them all to have arrived.
     result = gradient_step(worker, shard, worker.sync.finish if worker.clip_norm else worker.sync.finish_for_update)
+    result = refuse_nan(worker, result)
 
     # Every rank holds the same gradient and the same optimiser state, so all copies of the model stay equal.
     with worker.phase("update"):
@@ -86,8 +98,29 @@ def train_step(worker: Worker, shard: Shard) -> StepResult:
     return result
 
 
+def refuse_nan(worker: Worker, result: StepResult) -> StepResult:
+    """Looks at this rank's own loss, and at its gradients as they were before they were sent; the weights are still
+    as they were before the step."""
+    if worker.on_nan == "ignore":
+        return result
+    names, loss_is_finite = worker.sync.not_finite(), math.isfinite(result.loss)
+    if loss_is_finite and not names:
+        return result
+    rest = f" and of {len(names) - 1} more" if len(names) > 1 else ""
+    what = f"the loss is {result.loss}" if not loss_is_finite else f"the gradient of {names[0]}{rest} is not finite"
+    alone = "" if worker.sync.sees_gradients else ", which looks at the loss alone"
+    what += f", method {worker.log.method}{alone}" if worker.log.method else ""
+    action = 'Look at this rank\'s batch of that step, or lower the learning rate; on_nan = "warn" goes on.'
+    error = NotFiniteError(f"{what}.", action=action, rank=worker.log.rank, step=worker.log.step)
+    if worker.on_nan == "stop":
+        raise error
+    return replace(result, not_finite=error)
+
+
 def gradient_step(worker: Worker, shard: Shard, finish: Callable[[], None] | None = None) -> StepResult:
     """All of a step but the update: afterwards every .grad is the mean over the global batch."""
+    if isinstance(worker.sync, TreeAggregate):
+        return _in_tasks(worker, worker.sync, shard)
     *first, last = shard.split(worker.accumulate)
     with worker.sync.no_sync() if first else nullcontext():
         parts = [_forward_and_backward(worker, part) for part in first]
@@ -98,6 +131,36 @@ def gradient_step(worker: Worker, shard: Shard, finish: Callable[[], None] | Non
         (finish or worker.sync.finish)()
     with worker.phase("score"):
         return _result(worker, parts, len(shard.indices))
+
+
+def _in_tasks(worker: Worker, sync: TreeAggregate, shard: Shard) -> StepResult:
+    """Each worker's share is computed in a task of Spark's, by the same code as on a rank; here is the driver."""
+    settings = (worker.label_smoothing, worker.accumulate, worker.precision)
+    parts = sync.compute(ShardStep(worker.batches, sync.seed, *settings), shard)
+    samples = sum(part.num_samples for part in parts)
+    loss = sum(part.loss * part.num_samples for part in parts if part.num_samples) / samples
+    return StepResult(loss, samples, sum(part.score_sum for part in parts), parts[0].guess_loss)
+
+
+@dataclass(frozen=True)
+class ShardStep:
+    """Forward and backward of a share of the batch in a process that is no rank: it has nobody to talk to."""
+
+    batches: Batches
+    seed: int
+    label_smoothing: float
+    accumulate: int
+    precision: Precision
+
+    def __call__(self, model: nn.Module, shard: Shard, rank: int, step: int, log: EventLog) -> StepResult:
+        seed_forward(self.seed, rank, max(step, 0))  # -1 before the first one
+        alone = Single(ThreadCommunicator(ThreadWorld(1), 0))
+        unused = torch.optim.SGD(model.parameters())
+        worker = Worker(
+            model, model, alone, unused, self.batches, log, label_smoothing=self.label_smoothing,
+            accumulate=self.accumulate, precision=self.precision,
+        )  # fmt: skip
+        return gradient_step(worker, shard)
 
 
 def _forward_and_backward(worker: Worker, shard: Shard) -> Part:
@@ -114,7 +177,10 @@ def _forward_and_backward(worker: Worker, shard: Shard) -> Part:
 
         # The weight makes the average over ranks the mean over the global batch, also where shards are uneven.
         with phase("backward"):
-            (loss * shard.weight).backward()
+            try:
+                (loss * shard.weight).backward()
+            except RuntimeError as error:
+                raise worker.sync.explained(error) from error.__cause__
     return (loss.detach(), outputs, targets[:0] if empty else targets)
 
 
@@ -132,8 +198,9 @@ def _result(worker: Worker, parts: list[Part], num_samples: int) -> StepResult:
     """Read only now: on a GPU, reading a loss waits for all that was queued before it."""
     counted = [(loss, outputs, targets) for loss, outputs, targets in parts if len(targets)]
     loss = sum(loss.item() * (len(targets) / num_samples) for loss, _, targets in counted)
-    score = sum(worker.batches.task.score_sum(outputs, targets) for _, outputs, targets in counted)
-    return StepResult(loss, num_samples, score)
+    task = worker.batches.task
+    score = sum(task.score_sum(outputs, targets) for _, outputs, targets in counted)
+    return StepResult(loss, num_samples, score, task.guess_loss(counted[0][1]) if counted else None)
 
 
 @contextmanager
@@ -145,13 +212,14 @@ def standing_in(model: nn.Module, *, when: bool) -> Iterator[None]:
         return
     layers = [layer for layer in model.modules() if not isinstance(layer, SyncBatchNorm)]
     local = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+    local += [tensor for _, tensor in keras_statistics(model)]
     with _put_back(local), samples_not_counted(model):
         yield
 
 
 def buffers_kept(model: nn.Module) -> AbstractContextManager[None]:
     """Undo what happens to the buffers inside."""
-    return _put_back(list(model.buffers()))
+    return _put_back([tensor for _, tensor in running_state(model)])
 
 
 @contextmanager

@@ -5,7 +5,7 @@ times while gradients of the right sizes really travel. For the ground truth and
 hand in a TOML file and used with `--compute sleep:FILE`:
 
     data_ms = 2
-    update_ms = 10
+    update_ms = 10                  # shared out among the layers by the size of their parameters
 
     [[layers]]                      # in the order of forward; backward goes through them the other way
     name = "hidden"
@@ -26,10 +26,12 @@ from typing import Any
 from pydantic import Field
 
 from syncline.errors import PlanError
+from syncline.files import read_regular
 from syncline.forms import Form, Section, checked
 from syncline.plan import Precision, compute_source
 
-FORMAT = 1
+FORMAT = 2
+"""2: each gradient has its part of the update."""
 FILE_NAME = "compute.json"
 ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1}
 _HOW = "Record one: `syncline train` without --compute writes it unless measure.calibration is 0."
@@ -51,6 +53,8 @@ class Gradient(Section):
     dtype: str = "float32"
     seconds: float = Field(ge=0)
     """Since the gradient before it was ready; for the first, since backward began."""
+    update_s: float | None = Field(None, ge=0)
+    """Its part of the update; absent where times were stated by hand or recorded before this was."""
 
     @property
     def num_bytes(self) -> int:
@@ -113,6 +117,15 @@ class ComputeTimes(Section):
     def gradient_bytes(self) -> int:
         return sum(gradient.num_bytes for gradient in self.backward)
 
+    @property
+    def updates_s(self) -> dict[str, float]:
+        """By parameter; they add up to `update_s`. Where not all are known, it is shared out by size."""
+        weights = [gradient.update_s for gradient in self.backward if gradient.update_s is not None]
+        if len(weights) < len(self.backward) or not sum(weights):
+            weights = [float(gradient.num_bytes) for gradient in self.backward]
+        scale, names = self.update_s / sum(weights), [gradient.parameter for gradient in self.backward]
+        return {name: weight * scale for name, weight in zip(names, weights, strict=True)}
+
     def to_json(self) -> str:
         """One line a layer, so that people can read it and change it."""
         values = self.model_dump(mode="json")
@@ -140,10 +153,10 @@ def load_times(compute: str) -> ComputeTimes:
 
 def _read(path: Path, parse: Any, language: str) -> Mapping[str, Any]:
     try:
-        values = parse(path.read_text())
+        values = parse(read_regular(path).decode())
     except OSError as error:
         raise PlanError(f"cannot read compute times from {path}: {error.strerror}.", action=_HOW) from error
-    except ValueError as error:  # of both parsers, and of bytes that are not text
+    except (ValueError, RecursionError) as error:  # of both parsers, and of bytes that are not text
         raise PlanError(f"{path} is not valid {language}: {error}.") from error
     if not isinstance(values, Mapping):
         raise PlanError(f"{path} does not hold compute times.", action=_HOW)
@@ -154,7 +167,7 @@ def _recorded(values: Mapping[str, Any], path: Path) -> ComputeTimes:
     version = values.get("format", FORMAT)
     if not isinstance(version, int) or version > FORMAT:
         raise PlanError(f"{path} has format {version}, this version reads up to {FORMAT}.", action="Update Syncline.")
-    return _valid(values, path)
+    return _valid({**values, "format": FORMAT}, path)
 
 
 class _StatedLayer(Section):

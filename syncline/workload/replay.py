@@ -3,12 +3,17 @@
 Loads nothing but the network. Gradients have the recorded sizes, shapes and order; their values are all 1, so their
 mean is 1 and the memory that holds them never has to be written again. Weights stay untouched, so all of them are
 views of one piece of memory.
+
+Forward calls a module for every layer, which sleeps, and the optimiser sleeps for the parameters that have a
+gradient. So a method that updates a layer when it is next called does so here, too: the layer waits for its
+gradients, then sleeps its part of the update, then its forward.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
@@ -43,6 +48,18 @@ class Timeline:
         self._late_ns = time.monotonic_ns() - target
 
 
+class _Layer(nn.Module):
+    """Sleeps when it is called."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__()
+        self.seconds = 0.0
+        self._timeline = timeline
+
+    def forward(self) -> None:
+        self._timeline.sleep(self.seconds)
+
+
 class ReplayedModel(nn.Module):
     """Takes any input and returns one logit for one class, which every classification loss accepts."""
 
@@ -50,11 +67,14 @@ class ReplayedModel(nn.Module):
         super().__init__()
         self.times = times
         self.timeline = Timeline()
-        weights = _shared_memory_for(times)
+        weights, updates_s = _shared_memory_for(times), times.updates_s
         # Registered from input to output, as models do: methods guess the order of readiness from it.
         self._gradients = [
-            _PlacedGradient(gradient, _register(self, gradient, weights)) for gradient in reversed(times.backward)
+            _PlacedGradient(gradient, _register(self, gradient, weights), updates_s[gradient.parameter])
+            for gradient in reversed(times.backward)
         ]
+        self._updates_s = {placed.parameter: placed.update_s for placed in self._gradients}
+        self._calls = self._forward_calls()
         for buffer in times.buffers:
             owner, name = _owner(self, buffer.name)
             owner._buffers[name] = torch.zeros(buffer.shape, dtype=getattr(torch, buffer.dtype))
@@ -62,20 +82,38 @@ class ReplayedModel(nn.Module):
 
     def forward(self, _inputs: Any) -> Tensor:
         self.timeline.restart()
-        for layer in self.times.forward:
-            self.timeline.sleep(layer.seconds)
+        for layer in self._calls:
+            layer()
         chain: Tensor = _Rest.apply(self._start, self)  # type: ignore[no-untyped-call]
         for placed in self._gradients:
             chain = _Ready.apply(chain, placed.parameter, placed, self.timeline)  # type: ignore[no-untyped-call]
         return chain
 
+    def sleep_update(self, parameters: Iterable[nn.Parameter]) -> None:
+        seconds = [self._updates_s[parameter] for parameter in parameters]
+        self.timeline.sleep(sum(seconds))
+
+    def _forward_calls(self) -> list[_Layer]:
+        """The recorded layers, and before the first of a block the block itself: weights that are used without a call
+        of the layer that owns them are waited for there."""
+        calls: dict[str, _Layer] = {}
+        for recorded in self.times.forward:
+            path = recorded.layer.split(".")
+            for end in range(1, len(path) + 1):
+                block = ".".join(path[:end])
+                if block not in calls:
+                    calls[block] = _layer(self, block) if block else _Layer(self.timeline)  # a model of one layer
+            calls[recorded.layer].seconds += recorded.seconds
+        return list(calls.values())
+
 
 class _PlacedGradient:
     """A parameter and the memory of its gradient."""
 
-    def __init__(self, gradient: Gradient, parameter: nn.Parameter) -> None:
+    def __init__(self, gradient: Gradient, parameter: nn.Parameter, update_s: float) -> None:
         self.parameter = parameter
         self.seconds = gradient.seconds
+        self.update_s = update_s
         self.values = torch.ones(gradient.shape, dtype=parameter.dtype)
 
 
@@ -109,14 +147,17 @@ class _Rest(torch.autograd.Function):
 
 
 class ReplayedOptimizer(torch.optim.Optimizer):
-    """Sleeps the update. Has no state and leaves the weights alone."""
+    """Sleeps the update of the parameters that have a gradient. Has no state and leaves the weights alone."""
+
+    per_parameter = True
 
     def __init__(self, model: ReplayedModel) -> None:
-        super().__init__(model.parameters(), {})
-        self._model = model
+        # An option of its group: nothing else comes along when a method applies a part of a step later.
+        super().__init__(model.parameters(), {"sleep": model.sleep_update})
 
     def step(self, _closure: Any = None) -> None:  # type: ignore[override]
-        self._model.timeline.sleep(self._model.times.update_s)
+        for group in self.param_groups:
+            group["sleep"](parameter for parameter in group["params"] if parameter.grad is not None)
 
 
 def _shared_memory_for(times: ComputeTimes) -> dict[str, Tensor]:
@@ -127,7 +168,7 @@ def _shared_memory_for(times: ComputeTimes) -> dict[str, Tensor]:
     return {dtype: torch.zeros(length, dtype=getattr(torch, dtype)) for dtype, length in longest.items()}
 
 
-def _register(model: nn.Module, gradient: Gradient, weights: dict[str, Tensor]) -> nn.Parameter:
+def _register(model: ReplayedModel, gradient: Gradient, weights: dict[str, Tensor]) -> nn.Parameter:
     owner, name = _owner(model, gradient.parameter)
     flat = weights[gradient.dtype][: math.prod(gradient.shape)]
     parameter = nn.Parameter(flat.view(gradient.shape))
@@ -135,18 +176,22 @@ def _register(model: nn.Module, gradient: Gradient, weights: dict[str, Tensor]) 
     return parameter
 
 
-def _owner(model: nn.Module, dotted: str) -> tuple[nn.Module, str]:
-    """The module that a dotted name belongs to, made on the way, so that names are those of the recorded model.
+def _owner(model: ReplayedModel, dotted: str) -> tuple[nn.Module, str]:
+    """The module that a dotted name belongs to, so that names are those of the recorded model."""
+    path, _, name = dotted.rpartition(".")
+    return (_layer(model, path) if path else model), name
+
+
+def _layer(model: ReplayedModel, dotted: str) -> _Layer:
+    """The layer of that name, made if there is none yet.
 
     Into the tables themselves: the methods that add to them refuse names that nn.Module uses, such as 'type'.
     """
-    *path, name = dotted.split(".")
-    owner = model
-    for part in path:
-        inner = owner._modules.get(part) or nn.Module()
-        owner._modules[part] = inner
-        owner = inner
-    return owner, name
+    owner, name = _owner(model, dotted)
+    found = owner._modules.get(name)
+    if not isinstance(found, _Layer):
+        found = owner._modules[name] = _Layer(model.timeline)
+    return found
 
 
 class ReplayedBatches:

@@ -10,6 +10,7 @@ global batch is its share of the samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,6 +85,12 @@ class Task:
         for head in auxiliary:
             loss = loss + AUXILIARY_WEIGHT * _cross_entropy(head, targets, reduction, label_smoothing)
         return loss
+
+    def guess_loss(self, outputs: Any) -> float | None:
+        """The loss of equal weights for all classes, whatever the targets; None where the loss is a user's own."""
+        if self.own_loss is not None:
+            return None
+        return math.log(self.num_classes) * (1 + AUXILIARY_WEIGHT * (len(_heads(outputs)) - 1))
 
     def score_sum(self, outputs: Any, targets: Tensor) -> float:
         """Right answers, or years of error, in all of these samples."""

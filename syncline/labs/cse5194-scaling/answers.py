@@ -125,6 +125,18 @@ def scaling_by_model(rows: Rows, others: Mapping[str, Rows]) -> str:
     return "\n".join(f"{name}: {'; '.join(words)}." for name, words in by_model.items())
 
 
+def gpu_figures(rows: Rows, _: Mapping[str, Rows]) -> str:
+    """What the figures that show GPUs would take: they cannot be had from CPU nodes."""
+    models = listed(list(dict.fromkeys(str(row.point.get("model")) for row in rows)) or ["the models"])
+    return (
+        "They show what figures 3, 5 and 7 show, on GPUs, and no figure here stands for them. They need nodes with a "
+        f"GPU each, torch with CUDA and NCCL between them: figure 4 the batch sweep of {models} on one node "
+        "(`syncline lab cse5194-scaling --set device=cuda`), figures 6 and 8 training on 1, 2, 4 and 8 nodes "
+        "(`syncline train --nodes … --set device=cuda`), because emulated hosts share this machine's devices and "
+        "replay sleeps on the CPU."
+    )
+
+
 def laws(rows: Rows, others: Mapping[str, Rows]) -> str:
     """What Amdahl (first stage, strong) and Gustafson (second, weak) make of it."""
     sentences = _law("amdahl", rows)

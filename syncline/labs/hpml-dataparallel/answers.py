@@ -244,7 +244,7 @@ def set_epoch(rows: Rows, _: Mapping[str, Rows]) -> str:
     if without_epoch["same_batches"] < 1:
         return f"Nothing here: without set_epoch only {without_epoch['same_batches']:.0%} of a rank's batches repeat."
     text = (
-        "Without set_epoch every epoch repeats the first: a rank gets the same batches again and sees only "
+        "Because without set_epoch every epoch repeats the first: a rank gets the same batches again and sees only "
         f"{without_epoch['seen']:.0%} of the training set in all its epochs. With set_epoch "
         f"{with_epoch['same_batches']:.0%} of its batches repeat, and it sees {with_epoch['seen']:.0%}"
     )
@@ -266,8 +266,8 @@ def what_travels(rows: Rows, _: Mapping[str, Rows]) -> str:
         return missing("the bytes of a step")
     first = next(iter(by_policy.values()))
     text = (
-        f"Before the first step rank 0 sends {format_bytes(first['start_bytes'])}, all its weights and buffers; each "
-        f"step then sends {format_bytes(first['gradient_bytes'])} of gradients, and"
+        f"No. Before the first step rank 0 sends {format_bytes(first['start_bytes'])}, all its weights and buffers; "
+        f"each step then sends {format_bytes(first['gradient_bytes'])} of gradients, and"
     )
     return f"{text} {'; '.join(_besides(policy, figures) for policy, figures in by_policy.items())}."
 
@@ -300,7 +300,7 @@ def only_gradients(rows: Rows, _: Mapping[str, Rows]) -> str:
     whole = next((row for row in synced if row.point["start"] == "same"), None)
     if sentences and whole is not None and whole.figures["means_apart"] == 0:
         sentences.append("with statistics of the global batch (sync), nothing drifts")
-    return f"{'; '.join(sentences)}." if sentences else "Nothing drifted apart in this run."
+    return f"No. {'; '.join(sentences)}." if sentences else "Nothing drifted apart in this run."
 
 
 def _half(local: Rows, same: Row) -> str:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncline.errors import SynclineError, UsageError
 from syncline.launcher.here.following import following
@@ -31,6 +31,9 @@ from syncline.launcher.starting import (
 )
 from syncline.machine import default_threads, oversubscription
 
+if TYPE_CHECKING:
+    from syncline.launcher.here.elastic import Elastic
+
 Result = TypeVar("Result")
 
 
@@ -42,6 +45,8 @@ def launch(
     threads: int | None = None,
     log_dir: str | Path | None = None,
     all_ranks: bool = False,
+    engine: str | None = None,
+    address: str | None = None,
     **kwargs: Any,
 ) -> list[Result]:
     """Run `function(*args, **kwargs)` in `workers` new processes on this machine and return their results by rank.
@@ -53,12 +58,18 @@ def launch(
     Rank 0 writes to the terminal; the others write to `rank-N.stdout.log` and `rank-N.stderr.log` in `log_dir`.
     Without one they write to a temporary folder. It stays if a rank wrote something, and a line on stderr, or the
     error, says where it is. With `all_ranks=True` their lines are shown too, as they come, with `rank N: ` in front.
-    `workers`, `threads`, `log_dir` and `all_ranks` are launch's own: a function that has parameters of these names
-    gets them through `functools.partial` or a lambda.
+    With `engine="ray"` the processes are Ray's, on the cluster at `address`; see docs/engines.md.
+    These keywords are launch's own: a function that has parameters of these names gets them through
+    `functools.partial` or a lambda.
     """
     call = functools.partial(function, *args, **kwargs)
     folder = None if log_dir is None else Path(log_dir)
-    return run_for_user(call, (), workers=workers, threads=threads, log_dir=folder, all_ranks=all_ranks)
+    if engine is None and address is not None:
+        raise UsageError("address is for an engine.", action='Give engine="ray" too.')
+    return run_for_user(
+        call, (), workers=workers, threads=threads, log_dir=folder, all_ranks=all_ranks,
+        engine=None if engine is None else (engine, address),
+    )  # fmt: skip
 
 
 def run_for_user(
@@ -71,15 +82,28 @@ def run_for_user(
     port: int = 0,
     all_ranks: bool = False,
     is_script: bool = False,
+    elastic: Elastic | None = None,
+    engine: tuple[str, str | None] | None = None,
 ) -> list[Any]:
-    """`run_ranks` for code that is not ours: says when cores are short, and keeps or shows what every rank wrote."""
+    """`run_ranks` for code that is not ours: says when cores are short, and keeps or shows what every rank wrote.
+    With `elastic`, ranks that die are replaced. `engine` is the name of one and its address."""
     warning = oversubscription(workers, threads or default_threads(max(1, workers)))
-    if warning:
+    if warning and engine is None:
         print(warning, file=sys.stderr)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_output_folder(log_dir, is_shown=all_ranks))
         if all_ranks:
-            stack.enter_context(following(folder, workers))
+            stack.enter_context(following(folder, elastic.most if elastic else workers))
+        if engine is not None:
+            from syncline.launcher.engines.place import launch_on
+
+            return launch_on(*engine, function, workers=workers, threads=threads, log_dir=folder)
+        if elastic is not None:
+            from syncline.launcher.here.elastic import run_elastic
+
+            return run_elastic(
+                function, args, workers=workers, elastic=elastic, threads=threads, log_dir=folder, is_script=is_script
+            )
         return run_ranks(
             function, args, workers=workers, log_dir=folder, threads=threads, port=port, is_script=is_script
         )
@@ -95,13 +119,15 @@ def _output_folder(log_dir: Path | None, *, is_shown: bool) -> Iterator[Path]:
     error_says_where = False
     try:
         yield folder
+        for path in folder.glob("*.stack.log"):
+            path.unlink()  # of a hang that the function has got over
     except SynclineError as error:
         error_says_where = str(folder) in str(error)
         raise
     finally:
         shutil.rmtree(folder / "outcomes", ignore_errors=True)
         for path in folder.iterdir():
-            if is_shown or not path.stat().st_size:
+            if (is_shown and not error_says_where) or not path.stat().st_size:
                 path.unlink()
         if not any(folder.iterdir()):
             folder.rmdir()

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import connection
@@ -101,19 +101,24 @@ def make_task(
 
 def run_task(task: Task, share: Share, director: Director, signals: list[int], max_restarts: int) -> list[Any]:
     """This host's ranks to their end: their results."""
-    raise_if_interrupted(signals)
     ranks = HostRanks(task, share, director, run_id=uuid.uuid4().hex[:12], max_restarts=max_restarts)
+    to_the_end(ranks.run, signals)
+    return [take_result(Path(task.log_dir), rank, may_be_missing=task.is_script) for rank in share.ranks]
+
+
+def to_the_end(run: Callable[[], SynclineError | None], signals: list[int]) -> None:
+    """Start and watch ranks until they have ended; raises why, if they have not succeeded."""
+    raise_if_interrupted(signals)
     # A thread of its own: the main thread then only notes signals, and none of them can interrupt this between
     # starting a rank and remembering that it did.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="syncline-ranks") as pool:
-        error = pool.submit(ranks.run).result()
+        error = pool.submit(run).result()
     raise_if_interrupted(signals)
     if error is not None:
         try:
             raise error
         finally:
             error = None  # or this frame and the error would keep each other, and all that is open, alive
-    return [take_result(Path(task.log_dir), rank, may_be_missing=task.is_script) for rank in share.ranks]
 
 
 def restart_line(error: SynclineError, number: int, max_restarts: int) -> str:
@@ -121,7 +126,7 @@ def restart_line(error: SynclineError, number: int, max_restarts: int) -> str:
 
 
 @dataclass
-class _Process:
+class RankProcess:
     """A rank's process, and how the launcher saw it end."""
 
     process: ForkServerProcess
@@ -129,6 +134,11 @@ class _Process:
     last_alive: float = 0.0
     asked: bool = False
     forced: bool = False
+    found_stopped: bool = False
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.process.pid is not None and watch.is_stopped(self.process.pid)
 
     def look(self) -> int | None:
         """Its exit code, None while it lives."""
@@ -154,7 +164,7 @@ class HostRanks:
         self._run_id = run_id
         self._max_restarts = max_restarts
         self._log_dir = Path(task.log_dir)
-        self._processes: list[_Process] = []
+        self._processes: list[RankProcess] = []
 
     def run(self) -> SynclineError | None:
         """Returns when the ranks have ended for good: None if all succeeded, otherwise why not."""
@@ -165,7 +175,7 @@ class HostRanks:
                 succeeded = self._watch()
             finally:
                 # Whatever happened, also here: no rank outlives its launcher's interest in it.
-                self._end()
+                end_processes(self._processes)
             if succeeded:
                 return None
             error = self._judge()
@@ -175,18 +185,9 @@ class HostRanks:
                 return error
 
     def _start(self, attempt: Attempt) -> None:
-        forget_outcomes(self._log_dir, self._share.ranks)
         self._processes = []
-        context = multiprocessing.get_context("forkserver")
         for local, rank in enumerate(self._share.ranks):
-            for path in output_files(self._log_dir, rank):
-                _put_aside(path)
-            environment = {**self._task.environment, **self._variables(local, rank, attempt)}
-            # No daemon: such a process could have no children, and ranks have data loaders.
-            process = context.Process(target=live, args=(replace(self._task, environment=environment),))
-            with main_module_hidden():
-                process.start()
-            self._processes.append(_Process(process, last_alive=time.time()))
+            self._processes.append(start_process(self._task, rank, self._variables(local, rank, attempt)))
 
     def _variables(self, local: int, rank: int, attempt: Attempt) -> dict[str, str]:
         placement = Placement(
@@ -209,11 +210,16 @@ class HostRanks:
         patience = Patience(self._log_dir)
         while True:
             codes = self._exit_codes()
-            if self._director.must_stop() or patience.is_over(codes):
+            if self._director.must_stop() or patience.is_over(codes) or self._rest_is_stopped(codes):
                 return False
             if not any(code != 0 for code in codes.values()) and self._director.all_finished():
                 return True
             self._wait_for_news()
+
+    def _rest_is_stopped(self, codes: dict[int, int | None]) -> bool:
+        """A rank has failed, and those that live will not say more."""
+        living = [process for process in self._processes if process.exit_code is None]
+        return any(codes.values()) and bool(living) and all(process.is_stopped for process in living)
 
     def _exit_codes(self) -> dict[int, int | None]:
         """By rank, None for those that live."""
@@ -230,28 +236,60 @@ class HostRanks:
         else:
             time.sleep(_LOOK_SECONDS)
 
-    def _end(self) -> None:
-        """Ask, then use force. Ranks answer in their watcher's thread, even where they are stuck in a collective."""
-        living = [process for process in self._processes if process.look() is None]
-        for process in living:
-            process.asked = True
-            process.process.terminate()
-        deadline = time.monotonic() + _STOP_SECONDS
-        for process in living:
-            process.wait(max(0.0, deadline - time.monotonic()))
-            if process.exit_code is None:
-                process.forced = True
-                process.process.kill()
-        for process in self._processes:
-            process.wait(_STOP_SECONDS)
-            with contextlib.suppress(ValueError):  # one that even a SIGKILL does not end, such as in a broken mount
-                process.process.close()
-
     def _judge(self) -> SynclineError:
         self._exit_codes()
-        endings = [Ending(rank.exit_code, rank.last_alive, rank.asked, rank.forced) for rank in self._processes]
-        keeps_logs = self._task.log_dir not in self._task.leftovers
-        return judge(self._log_dir, endings, keeps_logs=keeps_logs, first_rank=self._share.ranks.start)
+        return judge_processes(self._task, dict(zip(self._share.ranks, self._processes, strict=True)))
+
+
+def start_process(task: Task, number: int, variables: Mapping[str, str]) -> RankProcess:
+    """A rank of that number."""
+    make_room(Path(task.log_dir), number)
+    own = replace(task, environment={**task.environment, **variables}, number=number)
+    # No daemon: such a process could have no children, and ranks have data loaders.
+    process = multiprocessing.get_context("forkserver").Process(target=live, args=(own,))
+    with main_module_hidden():
+        process.start()
+    return RankProcess(process, last_alive=time.time())
+
+
+def end_processes(processes: Sequence[RankProcess]) -> None:
+    """Ask, then use force: at once for a rank that was stopped and cannot answer. The others do so in their watcher's
+    thread, even where they are stuck in a collective."""
+    living = [process for process in processes if process.look() is None]
+    for process in living:
+        process.asked = True
+        process.forced = process.found_stopped = process.is_stopped
+        (process.process.kill if process.forced else process.process.terminate)()
+    deadline = time.monotonic() + _STOP_SECONDS
+    for process in living:
+        process.wait(max(0.0, deadline - time.monotonic()))
+        if process.exit_code is None:
+            process.forced = True
+            process.process.kill()
+    for process in processes:
+        process.wait(_STOP_SECONDS)
+        with contextlib.suppress(ValueError):  # one that even a SIGKILL does not end, such as in a broken mount
+            process.process.close()
+
+
+def judge_processes(task: Task, processes: Mapping[int, RankProcess]) -> SynclineError:
+    """Why the run of these processes ended."""
+    endings = {
+        number: Ending(process.exit_code, process.last_alive, process.asked, process.forced)
+        for number, process in processes.items()
+    }
+    error = judge(Path(task.log_dir), endings, keeps_logs=task.log_dir not in task.leftovers)
+    stopped = ", ".join(str(number) for number, process in processes.items() if process.found_stopped)
+    if stopped:
+        error.action = f"Rank {stopped} had been stopped (SIGSTOP, Ctrl-Z or a debugger). {error.action}".strip()
+    return error
+
+
+def make_room(log_dir: Path, number: int) -> None:
+    """For a rank that starts: its earlier outcome is forgotten, its earlier output kept."""
+    forget_outcomes(log_dir, [number])
+    for path in output_files(log_dir, number):
+        _put_aside(path)
 
 
 def _put_aside(path: Path) -> None:

@@ -31,14 +31,19 @@ def launch_script(
     all_ranks: bool,
 ) -> None:
     """Run the script on every rank, to its end. An exit code of 0 is a success, however the script came to it."""
+    run_for_user(
+        run_script, script_arguments(script, arguments), workers=workers, threads=threads, log_dir=log_dir,
+        port=port, all_ranks=all_ranks, is_script=True,
+    )  # fmt: skip
+
+
+def script_arguments(script: Path, arguments: Sequence[str]) -> tuple[str, list[str], list[str]]:
+    """What `run_script` takes."""
     if not script.is_file():
         raise PlanError(f"there is no script {script}.")
     # What Python put there is where the launcher's own program lies.
     path = sys.path if sys.flags.safe_path else [str(script.resolve().parent), *sys.path[1:]]
-    run_for_user(
-        run_script, (str(script), list(arguments), path), workers=workers, threads=threads, log_dir=log_dir,
-        port=port, all_ranks=all_ranks, is_script=True,
-    )  # fmt: skip
+    return str(script), list(arguments), path
 
 
 def run_script(script: str, arguments: list[str], path: list[str]) -> None:

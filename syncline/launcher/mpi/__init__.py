@@ -7,7 +7,6 @@ supervisors tell each other are files in the log folder.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import shutil
@@ -21,24 +20,30 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from syncline.errors import RankFailed, SynclineError, UsageError
+from syncline.errors import DeadlineError, RankFailed, SynclineError, UsageError
 from syncline.launcher import watch
 from syncline.launcher.adopt import is_rank_variable
 from syncline.launcher.mpi.supervisor import (
     STOP_SECONDS,
+    STORE_VARIABLE,
     TASK,
     TERMINAL,
     ending_path,
     give_terminal,
+    read_json,
     remove_segments,
+    start_path,
     supervisor_path,
 )
-from syncline.launcher.outcome import Ending, Patience, has_finished, judge
+from syncline.launcher.outcome import Ending, Patience, has_finished, judge, read_outcome
 from syncline.launcher.rank_life import Task, result_path, take_result
 from syncline.launcher.starting import (
+    LOOPBACK,
     base_for_sockets,
     check_numbers,
+    listening,
     log_folder,
+    make_store,
     packed,
     raise_if_interrupted,
     signals_noted,
@@ -72,10 +77,11 @@ def run_ranks_mpi(
         log_folder(log_dir, range(workers)) as folder,
         _order_folder() as order_dir,
         _terminal(order_dir) as listener,
+        listening(LOOPBACK, 0) as for_store,
     ):
         task = Task(
             payload=packed(function, tuple(args)),
-            environment=dict(os.environ),
+            environment={**os.environ, STORE_VARIABLE: str(for_store.getsockname()[1])},
             threads=threads or default_threads(workers),
             log_dir=str(folder),
             launcher=watch.identify(os.getpid()),
@@ -87,7 +93,7 @@ def run_ranks_mpi(
         # -P: modules of the current folder must not hide the real ones.
         supervise = [sys.executable, "-P", "-c", _SUPERVISE, str(order_dir)]
         job = _Job([*command, *supervise], folder, order_dir, workers, listener)
-        succeeded = job.run(lambda: bool(signals))
+        succeeded = job.run(lambda: bool(signals), for_store)
         raise_if_interrupted(signals)
         results = [result_path(folder, rank) for rank in range(workers)]
         if not succeeded or not all(path.is_file() for path in results):
@@ -126,6 +132,9 @@ class _Job:
         self._listener = listener
         self._patience = Patience(log_dir)
         self._ended_alone: int | None = None
+        self._first_start: float | None = None
+        """When a rank was first seen on its way into MPI."""
+        self._overdue: DeadlineError | None = None
         self._log = log_dir / "mpiexec.log"
         with self._log.open("wb") as log:
             # A session of its own: a Ctrl-C is the launcher's to handle, once.
@@ -138,10 +147,12 @@ class _Job:
                 start_new_session=True,
             )
 
-    def run(self, stop_requested: Callable[[], bool]) -> bool:
-        """To the end of all ranks: whether every one succeeded. Nothing of the job lives on, whatever happens."""
+    def run(self, stop_requested: Callable[[], bool], for_store: socket.socket) -> bool:
+        """To the end of all ranks: whether every one succeeded. Nothing of the job lives on, whatever happens. The
+        ranks' store is here, on that socket: a rank that is stopped could serve none."""
         succeeded = False
         try:
+            store = make_store(for_store)  # noqa: F841  # lives as long as this
             while not succeeded and not stop_requested() and not self._must_end():
                 self._hand_out_terminal()
                 time.sleep(_LOOK_SECONDS)
@@ -155,8 +166,10 @@ class _Job:
         return succeeded
 
     def failure(self, *, keeps_logs: bool) -> SynclineError:
-        endings = [self._ending(rank) or Ending(None, time.time(), True, True) for rank in self._ranks]
+        endings = {rank: self._ending(rank) or Ending(None, time.time(), True, True) for rank in self._ranks}
         error = judge(self._log_dir, endings, keeps_logs=keeps_logs)
+        if error.rank is None and self._overdue is not None:
+            return self._overdue
         if error.rank is not None or isinstance(error, UsageError) or self._ended_alone is None:
             return error
         code = self._ended_alone
@@ -175,14 +188,39 @@ class _Job:
         endings = self._endings()
         if self._patience.is_over({rank: end.exit_code if end else None for rank, end in enumerate(endings)}):
             return True
+        if self._is_start_overdue():
+            return True
         # Endings are read again: those that were written before mpiexec ended are known by now.
         return self._mpiexec.poll() is not None and None in self._endings()
+
+    def _is_start_overdue(self) -> bool:
+        """Whether a rank keeps the others waiting in MPI's start, where nothing but the launcher ends a wait."""
+        starts = [read_json(start_path(self._log_dir, rank)) for rank in self._ranks]
+        begun = [start for start in starts if start is not None]
+        if not begun or all(start is not None and start["done"] for start in starts):
+            return False
+        now = time.monotonic()
+        self._first_start = self._first_start or now
+        deadline_s = float(begun[0]["deadline_s"])
+        if now - self._first_start < deadline_s:
+            return False
+        missing = [rank for rank in self._ranks if starts[rank] is None] or self._stopped()
+        names = ", ".join(f"rank {rank}" for rank in missing) or "none, the start itself is stuck"
+        self._overdue = DeadlineError(
+            f"MPI did not start within {deadline_s:g} s; missing: {names}.",
+            action="See whether that process is stopped or stuck as it starts, or raise deadline_s.",
+        )
+        return True
+
+    def _stopped(self) -> list[int]:
+        outcomes = [read_outcome(self._log_dir, rank) for rank in self._ranks]
+        return [outcome.rank for outcome in outcomes if outcome is not None and watch.is_stopped(outcome.pid)]
 
     def _endings(self) -> list[Ending | None]:
         return [self._ending(rank) for rank in self._ranks]
 
     def _ending(self, rank: int) -> Ending | None:
-        values = _read_json(ending_path(self._log_dir, rank))
+        values = read_json(ending_path(self._log_dir, rank))
         return None if values is None else Ending(**values)
 
     def _end(self) -> None:
@@ -214,7 +252,7 @@ class _Job:
 
     def _supervisors(self) -> list[watch.Watched]:
         """Those that live."""
-        notes = [_read_json(supervisor_path(self._log_dir, rank)) for rank in self._ranks]
+        notes = [read_json(supervisor_path(self._log_dir, rank)) for rank in self._ranks]
         processes = [watch.Watched(**values) for values in notes if values is not None]
         return [process for process in processes if watch.identify(process.pid) == process]
 
@@ -255,14 +293,6 @@ def _terminal(order_dir: Path) -> Iterator[socket.socket]:
         listener.listen()
         listener.setblocking(False)
         yield listener
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        values: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return values
 
 
 def _signal(pid: int, number: int) -> None:

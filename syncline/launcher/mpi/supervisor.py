@@ -4,6 +4,9 @@ mpiexec ends every rank as soon as one ends badly, some kinds at once and by for
 first. So mpiexec gets to see this process instead, which stays until the launcher has looked. It also ends its rank
 when the launcher is gone, whatever the rank is doing: while MPI starts, no other thread of the rank runs, so the rank
 cannot watch the launcher itself. And it removes what MPI keeps in /dev/shm for a rank that could not do so.
+
+For the same reason no rank can keep a deadline for MPI's start: it notes when it begins and when it has come through,
+and the launcher looks at the clock.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from syncline.errors import RankFailed, UsageError
 from syncline.files import write_atomic
@@ -33,6 +37,10 @@ from syncline.machine import end_with
 
 TASK, TERMINAL = "task", "terminal"
 """In the launcher's folder: what ranks are to do, and the socket at which rank 0 asks for the terminal."""
+START_VARIABLE = "SYNCLINE_MPI_START"
+"""Names the file in which a rank notes how far it has come into MPI."""
+STORE_VARIABLE = "SYNCLINE_MPI_STORE"
+"""The port of the launcher's store."""
 STOP_SECONDS = 5.0
 _LOOK_SECONDS = 0.05
 _MAPS_SECONDS = 0.1
@@ -113,9 +121,15 @@ class Supervisor:
             self._asked_at = now
             os.kill(pid, signal.SIGTERM)
             _remove(self._segments)  # mpiexec may leave no time for it later
-        elif now - self._asked_at > STOP_SECONDS and not self._forced:
+        # One that was stopped, or hangs in MPI's start, can neither answer nor save anything.
+        patience = 0.0 if watch.is_stopped(pid) or self._is_starting() else STOP_SECONDS
+        if now - self._asked_at >= patience and not self._forced:
             self._forced = True
             os.kill(pid, signal.SIGKILL)
+
+    def _is_starting(self) -> bool:
+        start = read_json(start_path(self._log_dir, self._rank))
+        return start is not None and not start["done"]
 
     def _find_segments(self, pid: int, *, must_stop: bool) -> None:
         """MPI makes its shared memory when it starts: once it was seen, there is no need to look again."""
@@ -134,6 +148,18 @@ def supervisor_path(log_dir: Path, rank: int) -> Path:
 
 def _segments_path(log_dir: Path, rank: int) -> Path:
     return log_dir / "outcomes" / f"rank-{rank}.segments.json"
+
+
+def start_path(log_dir: Path, rank: int) -> Path:
+    return log_dir / "outcomes" / f"rank-{rank}.start.json"
+
+
+def note_start(deadline_s: float, *, done: bool) -> bool:
+    """For a rank: it goes into MPI, or has come through. False if nobody looks: it is another launcher's."""
+    path = os.environ.get(START_VARIABLE)
+    if path:
+        write_json(Path(path), {"deadline_s": deadline_s, "done": done})
+    return bool(path)
 
 
 def ending_path(log_dir: Path, rank: int) -> Path:
@@ -159,6 +185,14 @@ def write_json(path: Path, values: object) -> None:
         write_atomic(path, json.dumps(values), durable=False)
 
 
+def read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return values
+
+
 def fetch_terminal(meeting: Path) -> Terminal:
     """For rank 0: the launcher's own stdout and stderr. mpiexec would only copy what comes out of a pipe."""
     with socket.socket(socket.AF_UNIX) as connection:
@@ -179,6 +213,7 @@ def give_terminal(connection: socket.socket) -> None:
 def main(folder: str) -> None:
     """What mpiexec starts: supervise one rank."""
     order_dir = Path(folder)
+    keep_within_machine()
     task, sys_path = pickle.loads((order_dir / TASK).read_bytes())
     place = placement_from_environment()
     if place is None:
@@ -187,7 +222,26 @@ def main(folder: str) -> None:
     Supervisor(task, rank, lambda: _live(task, sys_path, rank, order_dir / TERMINAL)).run()
 
 
+def keep_within_machine() -> None:
+    """MPICH's mpiexec listens on every address for hosts that are not there, and this process inherits the socket:
+    from now on only this machine reaches it. And no rank need hold it open."""
+    for entry in list(Path("/proc/self/fd").iterdir()) if sys.platform == "linux" else []:
+        number = int(entry.name)
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as inherited:
+            if not inherited.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                continue
+            if inherited.family in (socket.AF_INET, socket.AF_INET6) and number > 2:
+                inherited.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"lo\0")
+                os.close(number)
+
+
 def _live(task: Task, sys_path: list[str], rank: int, terminal: Path) -> None:
     sys.path[:] = sys_path
-    environment = {**os.environ, LAUNCHER_VARIABLE: "syncline", "OMP_NUM_THREADS": str(task.threads)}
+    environment = {
+        **os.environ,
+        STORE_VARIABLE: task.environment[STORE_VARIABLE],
+        LAUNCHER_VARIABLE: "syncline",
+        START_VARIABLE: str(start_path(Path(task.log_dir), rank)),
+        "OMP_NUM_THREADS": str(task.threads),
+    }
     live(replace(task, environment=environment, terminal=fetch_terminal(terminal) if rank == 0 else None))

@@ -1,7 +1,8 @@
 """Node 0's book of the nodes: who has joined, whether all may start, who was lost, and how the run ends.
 
-One thread reads each connection, one handles what they read, in order; so the book needs no locks. A node that closes
-its connection is lost at once; one that is cut off is lost when it has been silent for a while.
+Whoever comes has proven the run's token at the door (door.py). One thread reads each connection, one handles what
+they read, in order; so the book needs no locks. A node that closes its connection or talks nonsense is lost at once;
+one that is cut off is lost when it has been silent for a while.
 
     joining     until every node has said who it is, and all fit together
     gathering   until every node is ready to start its ranks
@@ -16,18 +17,19 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from syncline.errors import HostError, Interrupted, SynclineError, UsageError
-from syncline.launcher.wire import Connection, Message, NotAFrame, close_now, describe, restore
+from syncline.launcher.nodes.door import Door
+from syncline.launcher.nodes.token import Credential
+from syncline.launcher.wire import Connection, Message, NotAFrame, describe, restore
 
 BEAT_SECONDS = 1.0
 _ECHO_SECONDS = 3.0
 _FIRST_LINE_SECONDS = 5.0
 _NEXT_LINE_SECONDS = 30.0
-_HELLO_SECONDS = 10.0
+_HELLO = {"nodes": int, "node_rank": int, "host": str, "address": str, "process": str, "versions": dict, "plan": dict}
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,11 @@ class _Failure:
 class Coordinator:
     """`expected` is what node 0 itself says: the others must fit. `listener` is open at the rendezvous address."""
 
-    def __init__(self, listener: socket.socket, expected: Message, limits: Limits) -> None:
-        self._listener = listener
+    def __init__(self, listener: socket.socket, expected: Message, limits: Limits, credential: Credential) -> None:
         self._expected = expected
         self._limits = limits
         self._seats = [Seat(number) for number in range(expected["nodes"])]
-        self._inbox: queue.Queue[tuple[Connection, Message | None, bytes]] = queue.Queue()
+        self._inbox: queue.Queue[tuple[Connection, int, Message | None, bytes]] = queue.Queue()
         self._phase = "joining"
         self._since = time.monotonic()
         self._next_line = self._since + _FIRST_LINE_SECONDS
@@ -83,70 +84,72 @@ class Coordinator:
         self._verdict: Message | None = None
         self._store: Any = None
         self._last_beat = 0.0
-        self._strangers: list[Connection] = []
+        self._refused: list[Connection] = []
+        """Nodes that did not fit, until they have heard it."""
         self._closed = threading.Event()
-        self.keep_file: Callable[[str, bytes], None] = lambda name, content: None
-        for target in (self._accept, self._work):
-            threading.Thread(target=target, name="syncline-coordinator", daemon=True).start()
+        self._door = Door(listener, credential, len(self._seats), self._admit)
+        threading.Thread(target=self._work, name="syncline-coordinator", daemon=True).start()
 
     @property
     def is_done(self) -> bool:
         """No node is left that must still hear how the run ended."""
         return self._phase != "over" or all(seat.gone or seat.connection is None for seat in self._seats)
 
+    @property
+    def turned_away(self) -> str:
+        """How many strangers came, in words; empty if none did."""
+        return self._door.turned_away
+
     def close(self) -> None:
         self._closed.set()
         self._store = None
-        close_now(self._listener)
-        for connection in [*self._strangers, *(seat.connection for seat in self._seats)]:
+        self._door.close()
+        for connection in [*self._refused, *(seat.connection for seat in self._seats)]:
             if connection is not None:
                 connection.close()
 
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                connected, _ = self._listener.accept()
-                connection = Connection(connected)
-            except OSError:
-                if self._closed.is_set():
-                    return
-                time.sleep(0.1)
-                continue
-            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+    def _admit(self, connection: Connection, proven: int) -> None:
+        threading.Thread(target=self._read, args=(connection, proven), daemon=True).start()
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: Connection, proven: int) -> None:
         try:
-            connection.set_patience(_HELLO_SECONDS)
             while (received := connection.receive()) is not None:
-                connection.set_patience(None)
-                self._inbox.put((connection, *received))
+                self._inbox.put((connection, proven, *received))
         except (NotAFrame, OSError):
-            pass  # no node of ours; or this end was closed between two pieces
+            pass  # nonsense; or this end was closed between two pieces
         connection.close()
-        self._inbox.put((connection, None, b""))
+        self._inbox.put((connection, proven, None, b""))
 
     def _work(self) -> None:
         while not self._closed.is_set():
             try:
-                connection, message, payload = self._inbox.get(timeout=0.2)
-                self._handle(connection, message, payload)
+                connection, proven, message, payload = self._inbox.get(timeout=0.2)
             except queue.Empty:
                 pass
-            except (KeyError, TypeError, ValueError) as error:
-                self._end(HostError(f"a node sent a message that node 0 does not understand: {error!r}."))
+            else:
+                self._handle(connection, proven, message, payload)
             self._look_around()
 
-    def _handle(self, connection: Connection, message: Message | None, payload: bytes) -> None:
+    def _handle(self, connection: Connection, proven: int, message: Message | None, payload: bytes) -> None:
         seat = next((seat for seat in self._seats if seat.connection is connection), None)
-        if message is None:
-            if seat is not None and not seat.gone:
-                self._lose(seat, "its connection closed")
-            return
-        if message["say"] == "hello":
-            self._welcome(connection, message)
-        elif seat is not None:
-            seat.heard = time.monotonic()
-            self._hear(seat, message, payload)
+        try:
+            if message is None:
+                if seat is not None and not seat.gone:
+                    self._lose(seat, "its connection closed")
+            elif seat is not None:
+                seat.heard = time.monotonic()
+                self._hear(seat, message, payload)
+            elif _is_hello(message, proven):
+                self._welcome(connection, message)
+            elif message["say"] == "which plan":
+                connection.send({"say": "plan", "plan": {**self._expected["plan"], **self._expected.get("own", {})}})
+            else:
+                connection.close()
+        except (KeyError, TypeError, ValueError, AttributeError):
+            # A node of another make: what it says must not end this thread, and with it the run.
+            connection.close()
+            if seat is not None:
+                self._lose(seat, "node 0 does not understand what it says")
 
     def _hear(self, seat: Seat, message: Message, payload: bytes) -> None:
         kind = message["say"]
@@ -156,17 +159,16 @@ class Coordinator:
         elif kind == "finished" and current:
             seat.finished = True
         elif kind == "failed" and current:
+            error = describe(restore({**message["error"], "host": seat.host}))  # now, where nonsense is noticed
             seat.failed = True
-            self._note(_Failure(bool(message["echo"]), {**message["error"], "host": seat.host}))
+            self._note(_Failure(bool(message["echo"]), error))
         elif kind == "fatal":
             self._end(restore({**message["error"], "host": seat.host}))
         elif kind == "interrupted":
             self._end(Interrupted(f"Stopped by {message['by']} on host {seat.host}; every rank has ended."))
-        elif kind == "values":
+        elif kind == "values" and seat.node_rank == 0:
             self._values = message["values"]
             self._tell_all({"say": "values", "values": self._values})
-        elif kind == "file":
-            self.keep_file(str(message["name"]), payload)
         elif kind == "bye":
             seat.gone = True
 
@@ -183,10 +185,10 @@ class Coordinator:
             )
         if self._phase == "over":
             connection.send({"say": "over", "error": self._verdict})
-            self._strangers.append(connection)
+            self._refused.append(connection)
         elif wrong is not None:
             connection.send({"say": "over", "error": describe(wrong)})
-            self._strangers.append(connection)
+            self._refused.append(connection)
             if self._phase == "joining":
                 self._end(wrong)
         elif seat is not None:
@@ -264,13 +266,14 @@ class Coordinator:
             )
         elif now > self._next_line:
             self._next_line = now + _NEXT_LINE_SECONDS
-            self._tell_all({"say": "waiting", "text": f"waiting for {names}"})
+            strangers = f"; {self.turned_away}" if self.turned_away else ""
+            self._tell_all({"say": "waiting", "text": f"waiting for {names}{strangers}"})
 
     def _start(self) -> None:
         # Late: node 0 loads torch while the others join.
         from syncline.launcher.starting import listening, make_store
 
-        address = str(self._listener.getsockname()[0])
+        address = self._door.address
         self._store = None
         self._store = make_store(listening(address, 0))
         self._attempt += 1
@@ -339,3 +342,9 @@ class Coordinator:
         for seat in self._seats:
             if seat.connection is not None and not seat.gone:
                 seat.connection.send(message)
+
+
+def _is_hello(message: Message, proven: int) -> bool:
+    """Whether a node says all that it should, about the seat that it has proven."""
+    is_whole = all(isinstance(message.get(name), kind) for name, kind in _HELLO.items())
+    return message["say"] == "hello" and is_whole and message["node_rank"] == proven

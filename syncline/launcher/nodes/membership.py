@@ -7,18 +7,18 @@ sends a sign of life every second; the launcher looks ten times a second at what
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from syncline.errors import HostError, SynclineError, UsageError
-from syncline.files import write_atomic
+from syncline.errors import HostError, SynclineError
 from syncline.launcher.here.host_ranks import Attempt, restart_line
 from syncline.launcher.nodes.coordinator import BEAT_SECONDS, Coordinator, Limits
+from syncline.launcher.nodes.door import NotLetIn, knock
+from syncline.launcher.nodes.token import Credential
 from syncline.launcher.route import Route, connect
 from syncline.launcher.starting import signal_words
 from syncline.launcher.wire import Connection, Message, NotAFrame, describe, restore
@@ -26,7 +26,6 @@ from syncline.launcher.wire import Connection, Message, NotAFrame, describe, res
 _LOOK_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0
 _FAREWELL_SECONDS = 10.0
-_EVENTS_FILE = re.compile(r"rank-\d+\.jsonl")
 
 
 @dataclass
@@ -46,13 +45,22 @@ class _Known:
 
 
 class Membership:
-    """One node's place in the run, from joining to leaving. `signals` are those that the launcher has caught."""
+    """One node's place in the run, from joining to leaving. `credential` is asked for the token at each attempt to
+    join; `signals` are those that the launcher has caught."""
 
-    def __init__(self, hello: Message, route: Route, limits: Limits, coordinator: Coordinator | None) -> None:
+    def __init__(
+        self,
+        hello: Message,
+        route: Route,
+        limits: Limits,
+        coordinator: Coordinator | None,
+        credential: Callable[[], Credential],
+    ) -> None:
         self._hello = hello
         self._route = route
         self._limits = limits
         self._coordinator = coordinator
+        self._credential = credential
         self._known = _Known()
         self._changed = threading.Condition()
         self._connection: Connection | None = None
@@ -61,6 +69,11 @@ class Membership:
         self._reported_finished = -1
         self._reported_interrupt = False
         self.signals: list[int] = []
+        self.known_as: dict[str, str] = {}
+        """Folders of this node whose files go to node 0, and what they are called there."""
+
+    def credential(self) -> Credential:
+        return self._credential()
 
     @property
     def verdict(self) -> SynclineError | None:
@@ -86,11 +99,6 @@ class Membership:
         assert self._known.values is not None
         return self._known.values
 
-    def keep_files(self, folder: Path) -> None:
-        """Node 0 keeps the event logs of other nodes here, when they leave."""
-        if self._coordinator is not None:
-            self._coordinator.keep_file = lambda name, content: _keep(folder, name, content)
-
     def next_attempt(self) -> Attempt:
         self._say({"say": "ready"})
         self._wait(lambda: self._known.start is not None and self._known.start.number > self._number)
@@ -105,6 +113,8 @@ class Membership:
 
     def again(self, error: SynclineError, *, is_echo: bool) -> bool:
         if not self.must_stop():
+            for here, there in self.known_as.items():
+                error.action = error.action.replace(here, there)
             failure = {"attempt": self._number, "echo": is_echo, "error": describe(error)}
             self._say({"say": "failed", **failure})
         with contextlib.suppress(SynclineError):
@@ -114,7 +124,7 @@ class Membership:
         if self._known.over:
             return False
         if self._known.reason is not None:
-            self._print(restart_line(restore(self._known.reason), self._number + 1, self._limits.max_restarts))
+            _print(restart_line(restore(self._known.reason), self._number + 1, self._limits.max_restarts))
         return True
 
     def all_finished(self) -> bool:
@@ -134,11 +144,8 @@ class Membership:
         with contextlib.suppress(SynclineError):
             self._wait(lambda: False, seconds=_ANSWER_SECONDS)
 
-    def leave(self, files: Iterable[Path] = ()) -> None:
-        """Send files to node 0 and part. Node 0 stays until the others have heard how the run ended."""
-        for path in files:
-            with contextlib.suppress(OSError):
-                self._say({"say": "file", "name": path.name}, path.read_bytes())
+    def leave(self) -> None:
+        """Node 0 stays until the others have heard how the run ended."""
         self._say({"say": "bye"})
         if self._coordinator is not None:
             deadline = time.monotonic() + _FAREWELL_SECONDS
@@ -147,32 +154,31 @@ class Membership:
         self._left.set()
         if self._coordinator is not None:
             self._coordinator.close()
+            if self._coordinator.turned_away:
+                _print(f"syncline: {self._coordinator.turned_away}.")
         elif self._connection is not None:
             self._connection.close()
 
     def _connect(self) -> None:
-        connection = connect(self._route, self._limits.join_timeout_s, self._print)
+        about = (self._limits.join_timeout_s, self._credential, self._hello["node_rank"], _print)
+        connection = let_in(self._route, *about)
         self._connection = connection
         self._known.lost, self._known.welcome, self._known.heard = "", False, time.monotonic()
         threading.Thread(target=self._listen, args=(connection,), name="syncline-listen", daemon=True).start()
         connection.send(self._hello)
-        try:
-            self._wait(lambda: self._known.welcome, seconds=_ANSWER_SECONDS)
-        except HostError:
-            raise UsageError(
-                f"the program at {self._route.target} port {self._route.port} does not respond like node 0 of this "
-                "version of Syncline.",
-                action="Start node 0 there, or correct --rendezvous.",
-            ) from None
+        self._wait(lambda: self._known.welcome, seconds=_ANSWER_SECONDS)
 
     def _listen(self, connection: Connection) -> None:
-        with contextlib.suppress(NotAFrame):
+        why = "its connection closed"
+        try:
             while (received := connection.receive()) is not None:
                 with self._changed:
                     self._known.heard = time.monotonic()
                     self._learn(received[0])
                     self._changed.notify_all()
-        self._lose(connection, "its connection closed")
+        except (NotAFrame, KeyError, TypeError, ValueError, AttributeError):
+            why = "this node does not understand what it says"
+        self._lose(connection, why)
 
     def _learn(self, message: Message) -> None:
         known, kind = self._known, message["say"]
@@ -190,7 +196,7 @@ class Membership:
             known.over = True
             known.verdict = restore(message["error"]) if message["error"] is not None else None
         elif kind == "waiting":
-            self._print(f"syncline: {message['text']}")
+            _print(f"syncline: {message['text']}")
 
     def _beat(self) -> None:
         while not self._left.wait(BEAT_SECONDS):
@@ -213,7 +219,7 @@ class Membership:
         closed = "closed" in self._known.lost
         verdict = self._rendezvous_lost()
         if self._number < self._limits.max_restarts and not closed:
-            self._print(f"syncline: {verdict} Trying to reach it again.")
+            _print(f"syncline: {verdict} Trying to reach it again.")
             try:
                 self._known.reason = None
                 self._connect()
@@ -235,7 +241,7 @@ class Membership:
         deadline = None if seconds is None else time.monotonic() + seconds
         with self._changed:
             while not holds():
-                if self._known.over:
+                if self._known.over or self._left.is_set():
                     raise self._known.verdict or HostError("the run has ended.")
                 if self._known.lost or (deadline is not None and time.monotonic() > deadline):
                     raise self._rendezvous_lost()
@@ -251,13 +257,44 @@ class Membership:
         if self._connection is not None:
             self._connection.send(message, payload)
 
-    def _print(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+
+def let_in(
+    route: Route, join_timeout_s: float, credential: Callable[[], Credential], node_rank: int,
+    say: Callable[[str], None],
+) -> Connection:  # fmt: skip
+    """A connection on which each side has proven the run's token. Tried again for a while: a crowd of strangers at
+    node 0 may have pushed this node out, or a shared file system may be late with the token."""
+    until = 0.0
+    while True:
+        connection = connect(route, join_timeout_s, say)
+        try:
+            knock(connection, credential, node_rank)
+            return connection
+        except NotLetIn as refused:
+            connection.close()
+            until = until or time.monotonic() + _ANSWER_SECONDS
+            if time.monotonic() > until or not refused.may_pass:
+                raise refused.error from None
+        time.sleep(_LOOK_SECONDS)
 
 
-def _keep(folder: Path, name: str, content: bytes) -> None:
-    """The name comes from the network: only an event log's is accepted."""
-    if _EVENTS_FILE.fullmatch(name):
-        with contextlib.suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / name, content, durable=False)
+def ask_for_plan(
+    node_rank: int, route: Route, join_timeout_s: float, credential: Callable[[], Credential]
+) -> dict[str, Any]:
+    """Before this node joins."""
+    connection = let_in(route, join_timeout_s, credential, node_rank, _print)
+    try:
+        connection.set_patience(_ANSWER_SECONDS)
+        connection.send({"say": "which plan"})
+        received = connection.receive()
+        if received is not None and isinstance(received[0].get("plan"), dict):
+            return dict(received[0]["plan"])
+    except NotAFrame:
+        pass
+    finally:
+        connection.close()
+    raise HostError(f"node 0 at {route.target} does not say what it runs.")
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

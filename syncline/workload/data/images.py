@@ -10,6 +10,7 @@ image is the middle of the picture. Greyscale, palette and other pictures become
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from syncline.files import read_regular
 from syncline.workload.sharding import mix, word
 
 Pixels = npt.NDArray[np.uint8]
@@ -107,7 +109,7 @@ def middle_box(width: int, height: int) -> Box:
 
 def decode(path: Path, size: int, choose: Callable[[int, int], Box], *, flip: bool = False) -> Bytes:
     """The chosen part as [row, column, RGB] with `size` pixels a side. Raises what Pillow raises."""
-    with Image.open(path) as image:
+    with Image.open(io.BytesIO(read_regular(path))) as image:
         width, height = image.size
         left, top, right, bottom = choose(width, height)
         # A JPEG can be decoded at a half, a quarter or an eighth of its size in much less time.
@@ -134,7 +136,7 @@ def middle_image(path: Path, size: int) -> Bytes:
 
 def measure(path: Path) -> tuple[int, int]:
     """Width and height, after decoding all of it once, if coarsely: a file that is cut short raises."""
-    with Image.open(path) as image:
+    with Image.open(io.BytesIO(read_regular(path))) as image:
         size = image.size
         image.draft("L", (1, 1))
         image.load()

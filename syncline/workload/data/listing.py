@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -80,6 +81,37 @@ def chosen_files(listing: Listing, chosen: npt.NDArray[np.bool_]) -> Files:
 def index_place(kind: str, folder: Path, cache: Path) -> Path:
     name = hashlib.blake2b(f"{kind} {folder.resolve()}".encode(), digest_size=8).hexdigest()
     return cache / f"{kind}-{name}.npz"
+
+
+def rotten_place(place: Path) -> Path:
+    return place.with_suffix(".rotten")
+
+
+def mark_rotten(place: Path, path: Path, relative: str) -> None:
+    """Note that a file which was good cannot be read any more. Ranks append at the same time, a line each."""
+    with contextlib.suppress(OSError), rotten_place(place).open("ab") as file:
+        file.write(f"{_stamp(path)} ".encode() + os.fsencode(relative) + b"\n")
+
+
+def rotten_files(place: Path, folder: Path) -> list[str]:
+    """Those that were noted and have not been changed since."""
+    try:
+        lines = rotten_place(place).read_bytes().splitlines()
+    except OSError:
+        return []
+    noted = {
+        os.fsdecode(name): stamp.decode(errors="replace")
+        for stamp, _, name in (line.partition(b" ") for line in lines)
+    }
+    return sorted(name for name, stamp in noted.items() if stamp == _stamp(folder / name))
+
+
+def _stamp(path: Path) -> str:
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return ""
+    return f"{status.st_size}/{status.st_mtime_ns}"
 
 
 def load(place: Path) -> Checked | None:
