@@ -260,11 +260,21 @@ def test_stopped_and_ended_ranks_are_not_waited_for(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("states", "waiting", "late"),
-    [("SSS", [2], [1, 3]), ("SSS", [1, 2, 3], [1, 2, 3]), ("STS", [2, 3], [2]), ("SSS", [], [1, 2, 3])],
+    ("states", "waiting", "missing", "late"),
+    [
+        ("SSS", [2], [1, 2, 3], [1, 3]),
+        ("SSS", [1, 2, 3], [1, 2, 3], [1, 2, 3]),
+        ("STS", [2, 3], [1, 2, 3], [2]),
+        ("SSS", [], [1, 2, 3], [1, 2, 3]),
+        # Rank 1 is a root that waits for rank 3, and rank 2 for the root, as this rank does.
+        ("SSS", [1, 2], [1], [3]),
+        ("SST", [1, 2, 3], [1], [3]),
+        ("SSS", [1, 2, 3], [1], [1]),
+        ("SSS", [2], [1], [1]),
+    ],
 )
 def test_rank_that_waits_elsewhere_is_not_the_one_that_is_waited_for(
-    states: str, waiting: list[int], late: list[int], monkeypatch: pytest.MonkeyPatch
+    states: str, waiting: list[int], missing: list[int], late: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store()
     monkeypatch.setattr(whereabouts, "_state_of", lambda pid: states[pid - 1])
@@ -273,7 +283,7 @@ def test_rank_that_waits_elsewhere_is_not_the_one_that_is_waited_for(
         store.set(f"doing/{rank}", json.dumps({"waits": {"": 0}} if rank in waiting else {"last": 0}))
     backend = SimpleNamespace(rank=0, ranks=range(4), store=store)
     seen = whereabouts.Whereabouts(backend, EventLog(keep=False))  # type: ignore[arg-type]
-    assert seen.late([1, 2, 3]) == late
+    assert seen.late(missing) == late
 
 
 def test_no_garbage_is_collected_while_the_interpreter_lists_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,11 +160,17 @@ class Whereabouts:
 
     def late(self, missing: Sequence[int]) -> Sequence[int]:
         """Of the missing ranks those that the others wait for: stopped ones; else those that do not wait themselves,
-        such as in the next call; else all."""
-        here = {rank: process for rank in missing if (process := self._process_here(rank))}
-        stopped = [rank for rank, process in here.items() if _state_of(process["pid"]) in STOPPED]
-        moving = [rank for rank in missing if not (self._read(f"doing/{rank}") or {}).get("waits")]
-        return stopped or moving or missing
+        such as in the next call. Where all of them wait, it is for somebody else, whom this rank needs nothing of: a
+        root waits for rank 2, and rank 1 for the root. Where nobody else is stopped or in code of its own, all."""
+        reports = {rank: self._read(f"doing/{rank}") or {} for rank in self._ranks}
+        others = [rank for rank in self._ranks if rank not in (*missing, self.rank)]
+        moving = [rank for rank in missing if "waits" not in reports[rank]]
+        elsewhere = [rank for rank in others if "last" in reports[rank]]
+        return self._stopped(missing) or moving or self._stopped(others) or elsewhere or missing
+
+    def _stopped(self, ranks: Sequence[int]) -> list[int]:
+        here = {rank: process for rank in ranks if (process := self._process_here(rank))}
+        return [rank for rank, process in here.items() if _state_of(process["pid"]) in STOPPED]
 
     def has_left(self, ranks: Sequence[int]) -> dict[int, str]:
         """Those of the ranks that have ended, and how. A connection breaks a moment before the other side says so."""
