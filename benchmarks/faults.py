@@ -372,6 +372,8 @@ def main() -> None:
     parser.add_argument("--found", type=Path, help="file that the cases are noted in; noted ones are not run again")
     parser.add_argument("--save", action="store_true", help="save the result next to this script")
     chosen = parser.parse_args()
+    # A shell starts what it puts into the background with Ctrl-C ignored, and runs would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="storm-"))
     storm, begin = Storm(folder), time.monotonic()
     numbers = [chosen.only] if chosen.only is not None else range(chosen.first, chosen.first + chosen.count)
